@@ -108,7 +108,7 @@ class Checks:
                 ours = self.llama(dtype, checkpointing)
                 names = {id(param): name for name, param in ours.named_parameters()}
                 with self.prepare(ours, torch.optim.AdamW(ours.parameters()), "cpu") as run:
-                    memory, units, came = run.engine.memory, run.engine.units, {}
+                    memory, units, came = run.engine.gathering.memory, run.engine.gathering.units, {}
                     gradient_buffer, hand_over = memory.gradient_buffer, memory.hand_over
 
                     def buffer_of(unit):
@@ -136,11 +136,11 @@ class Checks:
                             for param, offset in zip(unit.params, unit.offsets):
                                 found, wanted = unit.view_of(came[unit.index], param, offset), gradients[names[id(param)]]
                                 check(torch.equal(found, wanted.to(found.dtype)), f"{where}: gradient of {names[id(param)]}")
-                                square_sum = run.engine.square_sums[id(param)]
+                                square_sum = run.engine.gradients.square_sums[id(param)]
                                 close = abs(square_sum - wanted.double().square().sum().item()) <= 1e-9 * square_sum
                                 check(close, f"{where}: sum of squares of {names[id(param)]}")
                         check(not [unit.name for unit in units if unit.here or unit.expected], f"{where}: units stay")
-                    print(f"  {where}: same bits; deviations {run.engine.order.deviations}", flush=True)
+                    print(f"  {where}: same bits; deviations {run.engine.gathering.order.deviations}", flush=True)
 
     def pressure(self):
         """Blocks that take the GPU 5 ms, while the host runs on; each product of stale or overwritten weights has other bits."""
@@ -187,7 +187,7 @@ class Checks:
                     optimizer.zero_grad()
                 check(torch.equal(*losses), f"step {step}: {losses[1].item()}, and {losses[0].item()} with device none")
             peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
-            print(f"  40 steps, peak {peak >> 20} MiB, deviations {run.engine.order.deviations}", flush=True)
+            print(f"  40 steps, peak {peak >> 20} MiB, deviations {run.engine.gathering.order.deviations}", flush=True)
 
     def trained(self, tier, dtype, steps=8, **own):
         model = self.llama(dtype, "not reentrant", dropout=0.1)
@@ -451,7 +451,7 @@ class Checks:
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
                 optimizer.step()
                 optimizer.zero_grad()
-            return {"losses": losses, "norms": norms, "digest": digest(model), "node_copies": run.ranks.copies is not None}
+            return {"losses": losses, "norms": norms, "digest": digest(model), "node_copies": run.ranks.transfers.copies is not None}
 
     def work_killed(self, rank, count, name, kill_in):
         """Trains with dropout of each rank's own; all ranks end at once in the backward of step `kill_in`."""

@@ -22,20 +22,22 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
-from offloadd import _engine, _held, _memory, _order, _run  # noqa: E402
+from offloadd import _commits, _engine, _gathering, _gradients, _held, _memory, _opening, _order, _reports, _steps  # noqa: E402
 
 PARTS = {
-    "forward: hooks": (_engine.Engine, ("_before_forward", "_after_forward", "_hook_made", "_returned", "_begin_pass")),
-    "backward: hooks": (_engine.Engine, ("_before_backward", "_start_backward", "_settle")),
-    "backward: gradients": (_engine.Engine, ("_before_gradient", "_take", "_take_all", "_hand_over")),
-    "backward: end": (_engine.Engine, ("_backward_ended", "_put_away", "looked_at", "_collect_sums", "_show")),
-    "gather and release": (_engine.Engine, ("gather", "release", "take_away", "_expect", "_open", "_guard", "_note_written", "refuse_writes")),
+    "forward: hooks": (_engine.Engine, ("_before_forward", "_after_forward", "_hook_made", "_begin_pass")),
+    "backward: hooks": (_engine.Engine, ("_before_backward", "_before_gradient", "_start_backward", "_settle", "_backward_ended")),
+    "backward: gradients": (_gradients.Gradients, ("take", "take_all", "hand_over")),
+    "backward: end": (_gradients.Gradients, ("left", "end_backward", "put_away", "looked_at", "_collect_sums", "show")),
+    "gather and release": (_gathering.Gathering, ("gather", "release", "take_away", "_expect", "_open", "guard", "_note_written", "refuse_writes")),
     "order": (_order.Order, ("begin", "next", "gathers", "outside", "_learn", "forget_rest")),
     "memory": (_memory.HostMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
     "memory, GPU": (_memory.GpuMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
     "handles of gradients": (_held.Held, ("__new__", "__torch_dispatch__")),
-    "step": (_run.Run, ("_step", "_scales", "_norm", "_seal", "_note_step", "_report", "_complete")),
-    "step: engine": (_engine.Engine, ("updated", "forget_gradients", "forget_sums", "release_all")),
+    "step": (_steps.Steps, ("make", "_groups", "_of_params", "_scales")),
+    "step: engine": (_engine.Engine, ("updated", "forget_gradients")),
+    "commit": (_commits.Commits, ("seal", "note_step", "_complete")),
+    "reports": (_reports.Reports, ("step",)),
 }  # fmt: skip
 
 
@@ -168,10 +170,10 @@ def main():
 
     clock = Clock()
     clock.wrap()
-    opened, mover = _run.Run._open, _memory.GpuDevice.open
-    watched = lambda run, *args: (lambda core, blob: (Timed(core, clock), blob))(*opened(run, *args))
+    opened, mover = _opening.open_tiles, _memory.GpuDevice.open
+    watched = lambda *args: (lambda core, blob: (Timed(core, clock), blob))(*opened(*args))
     # The mover is opened with the extension's own object.
-    _run.Run._open = watched
+    _opening.open_tiles = watched
     _memory.GpuDevice.open = lambda gpu, core: Timed(mover(gpu, getattr(core, "_it", core)), clock)
     measured(args, clock)
     steps_done = args.steps

@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 import torch
 
 import offloadd  # noqa: E402
-from offloadd import _checkpoint, _each_node, _nodes, _ranks  # noqa: E402
+from offloadd import _checkpoint, _each_node, _meetings, _nodes, _transfers  # noqa: E402
 from offloadd._checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_nodes import adamw, drives, equal, model_of, one_step, state  # noqa: E402
@@ -66,12 +66,12 @@ def carry(rank, ranks, path, machines, tag, steps, of=None, hook=None):
     if hook is not None:
         hook(rank, directory)
     with run:
-        loaded, _ = load_checkpoint(run, directory, of)
+        loaded, _ = load_checkpoint(run.commits, directory, of)
         for number in range(run.steps_done, run.steps_done + steps):
             one_step(model, optimizer, rank, ranks, number)
         found = state(model)
         if tag is not None:
-            save_checkpoint(run, directory, tag, {}, True)
+            save_checkpoint(run.commits, directory, tag, {}, True)
         return loaded and pathlib.Path(loaded).name, run.steps_done, found
 
 
@@ -172,7 +172,7 @@ def full(rank, ranks, path, machines, tag, steps):
     with run:
         one_step(model, optimizer, rank, ranks, 0)
         with pytest.raises(offloadd.Error) as failed:
-            save_checkpoint(run, directory, tag, {}, True)
+            save_checkpoint(run.commits, directory, tag, {}, True)
         one_step(model, optimizer, rank, ranks, 1)
         return str(failed.value), sorted(path.name for path in directory.iterdir()), run.steps_done, state(model)
 
@@ -206,7 +206,7 @@ def kill_before_naming(rank, directory):
 
 def kill_while_copying(rank, directory):
     _nodes._SILENT_S = 2.0
-    gather, calls = _ranks.Ranks.gather_nodes, iter(range(100))
+    gather, calls = _transfers.Transfers.gather_nodes, iter(range(100))
 
     def gather_nodes(ranks, own):
         # The first one with contents.
@@ -214,7 +214,7 @@ def kill_while_copying(rank, directory):
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(ranks, own)
 
-    _ranks.Ranks.gather_nodes = gather_nodes
+    _transfers.Transfers.gather_nodes = gather_nodes
 
 
 def test_a_node_that_is_killed_leaves_no_half_of_a_checkpoint(tmp_path):
@@ -234,11 +234,11 @@ def test_a_node_that_is_killed_leaves_no_half_of_a_checkpoint(tmp_path):
 
 def slow_network(rank, directory):
     """Each node waits in an operation of torch.distributed for longer than one that would be stuck."""
-    _ranks._STUCK_S, _ranks._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
-    names = {"plain": _ranks.Ranks.gather_nodes, "sleep": time.sleep, "calls": iter(range(1000))}
+    _meetings._STUCK_S, _meetings._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
+    names = {"plain": _transfers.Transfers.gather_nodes, "sleep": time.sleep, "calls": iter(range(1000))}
     text = "def gather_nodes(ranks, own):\n    sleep(4 if next(calls) == 3 else 0)\n    return plain(ranks, own)"
     exec(compile(text, torch.distributed.__file__, "exec"), names)
-    _ranks.Ranks.gather_nodes = names["gather_nodes"]
+    _transfers.Transfers.gather_nodes = names["gather_nodes"]
 
 
 def test_ranks_that_wait_for_a_slow_copy_do_not_take_it_for_a_wrong_order(tmp_path):
@@ -258,8 +258,8 @@ def told_by(rank, ranks, path, machines, tag, steps):
     with run:
         for tag in ("a", "b"):
             one_step(model, optimizer, rank, ranks, run.steps_done)
-            save_checkpoint(run, directory, tag, {}, True)
-        loaded, _ = load_checkpoint(run, directory, None)
+            save_checkpoint(run.commits, directory, tag, {}, True)
+        loaded, _ = load_checkpoint(run.commits, directory, None)
         return said, sorted(path.name for path in directory.iterdir()), loaded
 
 
@@ -277,7 +277,7 @@ def without(rank, ranks, path, machines, tag, steps):
     model, optimizer, run = prepared(path, rank, on=False)
     with run:
         one_step(model, optimizer, rank, ranks, 0)
-        save_checkpoint(run, path / f"machine-{machines[rank]}", "a", {}, True)
+        save_checkpoint(run.commits, path / f"machine-{machines[rank]}", "a", {}, True)
 
 
 def test_without_the_setting_separate_directories_are_refused_and_it_is_named(tmp_path):

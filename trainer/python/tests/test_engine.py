@@ -145,8 +145,8 @@ def test_frozen_parameters_and_several_types_come_and_go_with_their_block(make):
         found = ours.take_gradients()
         assert not same_gradients(plain, found)
         assert found.get("unused.weight") is None
-    assert not any(unit.flat.untyped_storage().size() for unit in ours.engine.units), "frozen ones are released too"
-    for unit in ours.engine.units:
+    assert not any(unit.flat.untyped_storage().size() for unit in ours.engine.gathering.units), "frozen ones are released too"
+    for unit in ours.engine.gathering.units:
         assert len({(param.dtype, param.requires_grad) for param in unit.params}) == 1
         assert unit.trained or (True, unit.index) not in ours.core.done, "nothing frozen has gradients"
 
@@ -158,7 +158,7 @@ def test_tied_weights_belong_to_the_root():
         return net
 
     plain, ours = pair(make)
-    assert ours.names[id(ours.model.blocks[1].linear.weight)] in [ours.names[id(p)] for unit in ours.engine.units if unit.root for p in unit.params]
+    assert ours.names[id(ours.model.blocks[1].linear.weight)] in [ours.names[id(p)] for unit in ours.engine.gathering.units if unit.root for p in unit.params]
     expected, loss = both(plain, ours, torch.randn(4, 8))
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
@@ -168,7 +168,7 @@ def test_a_released_parameter_keeps_its_metadata_and_gives_its_values():
     plain, ours = pair()
     weight, expected = ours.model.blocks[0].linear.weight, plain.blocks[0].linear.weight
     assert isinstance(weight, nn.Parameter) and weight.shape == expected.shape and weight.dtype == expected.dtype
-    assert not any(unit.flat.untyped_storage().size() for unit in ours.engine.units)
+    assert not any(unit.flat.untyped_storage().size() for unit in ours.engine.gathering.units)
     assert sum(param.numel() for param in ours.model.parameters()) == sum(param.numel() for param in plain.parameters())
     assert torch.equal(weight.mean(), expected.mean())
     assert torch.equal(weight.detach(), expected)
@@ -198,11 +198,11 @@ def test_a_forward_and_a_backward_that_fail_leave_nothing_behind():
         ours.model(torch.randn(4, 8)).backward()
     handle.remove()
     batch = torch.randn(4, 8)
-    assert ours.engine.half_backward, "half a backward is known"
+    assert ours.engine.gradients.half_backward, "half a backward is known"
     ours.model(batch)
-    assert ours.engine.broken
+    assert ours.engine.gradients.broken
     ours.engine.forget_gradients()
-    assert not ours.engine.broken and not ours.engine.half_backward
+    assert not ours.engine.gradients.broken and not ours.engine.gradients.half_backward
     expected, loss = both(plain, ours, batch)
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
@@ -268,12 +268,12 @@ def test_gradients_set_to_none_by_hand_are_forgotten():
                 param.grad = None
         expected, loss = both(plain, ours, torch.randn(4, 8))
         expected.backward(), loss.backward()
-        assert ours.engine.square_sums.keys() == ours.engine.held.keys()
+        assert ours.engine.gradients.square_sums.keys() == ours.engine.gradients.held.keys()
     assert not same_gradients(plain, ours.take_gradients())
     loss = ours.model(torch.randn(4, 8))
     loss.backward()
     ours.model.head.weight.grad = None
-    assert [ours.names[key] for key in ours.engine.looked_at()[0]] == ["head.weight"]
+    assert [ours.names[key] for key in ours.engine.gradients.looked_at()[0]] == ["head.weight"]
     with pytest.raises(offloadd.NotSupported, match="drop all of them"):
         ours.model(torch.randn(4, 8)).backward()
     ours.engine.forget_gradients()
@@ -319,7 +319,7 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind():
         ours.model(batch)
     handle.remove()
     expected, loss = both(plain, ours, batch)
-    assert not ours.engine._stack, "the next forward begins a pass"
+    assert not ours.engine.forwards, "the next forward begins a pass"
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
     assert not ours.live()
@@ -458,16 +458,16 @@ def test_the_roots_weights_are_seen_between_forward_and_backward():
 def test_pinned_units_come_once_for_many_forwards_and_again_after_a_step():
     plain, ours = pair()
     with torch.no_grad(), contextlib.ExitStack() as pins:
-        for unit in ours.engine.units:
-            pins.enter_context(ours.engine.pinned(unit))
+        for unit in ours.engine.gathering.units:
+            pins.enter_context(ours.engine.gathering.pinned(unit))
         came = len(ours.core.done)
         for batch in torch.randn(3, 4, 8):
             both(plain, ours, batch)
-        assert len(ours.core.done) == came and len(ours.live()) == len(ours.engine.units)
+        assert len(ours.core.done) == came and len(ours.live()) == len(ours.engine.gathering.units)
         ours.core.params[0] += 1
         ours.engine.stale()
         ours.model(batch)
-        assert len(ours.core.done) == came + len(ours.engine.units) and torch.equal(ours.engine.units[0].flat, ours.core.params[0])
+        assert len(ours.core.done) == came + len(ours.engine.gathering.units) and torch.equal(ours.engine.gathering.units[0].flat, ours.core.params[0])
     assert not ours.live()
 
 
@@ -524,7 +524,7 @@ def test_what_an_operation_returns_outlives_the_parameters_memory(read):
     plain, ours = pair()
     found = [read(model.blocks[1].linear.weight) for model in (plain, ours.model)]
     assert not ours.live()
-    for unit in ours.engine.units:
+    for unit in ours.engine.gathering.units:
         # Memory that was given back belongs to somebody else.
         unit.flat.untyped_storage().resize_(unit.bytes)
         unit.flat.fill_(math.nan)
@@ -577,7 +577,7 @@ def test_parameters_have_addresses_of_their_own_until_the_next_step():
     for ask in (lambda w: w.data_ptr(), lambda w: w.data.data_ptr(), lambda w: w.untyped_storage().data_ptr(), lambda w: w[0].data_ptr()):
         assert len(set(map(ask, params))) == len(params) - 1
     ours.engine.updated()
-    assert not ours.engine.addressed
+    assert not ours.engine.reading.addressed
 
 
 def test_reading_into_other_tensors_is_no_write():
@@ -610,7 +610,7 @@ def test_gradients_can_be_changed_in_place():
         for model in (plain, ours.model):
             change(list(model.parameters()))
             if model is ours.model:
-                ours.engine.settle_changes(ours.engine.looked_at()[1])
+                ours.engine.gradients.settle_changes(ours.engine.gradients.looked_at()[1])
         found = ours.take_gradients()
         for name, param in plain.named_parameters():
             torch.testing.assert_close(found[name], param.grad, rtol=1e-6, atol=0)

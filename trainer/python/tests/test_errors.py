@@ -162,7 +162,7 @@ def test_ctrl_c_in_the_models_own_code_leaves_a_model_that_goes_on(tmp_path):
                     model(x)
             else:
                 step(model, optimizer, x)
-                assert not [unit.name for unit in run.engine.units if unit.here], "released after the pass"
+                assert not [unit.name for unit in run.engine.gathering.units if unit.here], "released after the pass"
         assert run.steps_done == 2
 
 

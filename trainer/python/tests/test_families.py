@@ -114,7 +114,7 @@ def test_gradients_have_plain_pytorchs_bits(name, checkpointing, micro_batches):
         return
     plain, ours = make(name, checkpointing), make(name, checkpointing)
     offloaded = Offloaded(ours)
-    assert len(offloaded.engine.units) > 2 or name == "albert", "nothing is moved in parts"
+    assert len(offloaded.engine.gathering.units) > 2 or name == "albert", "nothing is moved in parts"
     torch.manual_seed(1)
     for step in range(3):
         plain.zero_grad()
@@ -130,4 +130,4 @@ def test_gradients_have_plain_pytorchs_bits(name, checkpointing, micro_batches):
             assert not offloaded.live(), "a unit stays after backward"
         assert not same_gradients(plain, offloaded.take_gradients())
     # The first pass is announced one by one, later ones at once.
-    assert offloaded.engine.order.deviations == 0
+    assert offloaded.engine.gathering.order.deviations == 0

@@ -113,7 +113,7 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
             optimizer.step()
             optimizer.zero_grad()
-        return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.memory.ahead
+        return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead
 
 
 class Ahead(HostMemory):
@@ -137,7 +137,7 @@ class Ahead(HostMemory):
 
 def test_units_come_ahead_once_the_order_is_known():
     plain, ours = pair()
-    memory = ours.engine.memory = Ahead(ours.core, ours.engine.units)
+    memory = ours.engine.gathering.memory = Ahead(ours.core, ours.engine.gathering.units)
     for _ in range(6):
         ours.core.done, before = [], ours.core.announcements
         plain.zero_grad()

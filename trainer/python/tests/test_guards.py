@@ -17,10 +17,12 @@ import forks
 import test_engine
 import test_random_models
 import test_runs
-from offloadd import _engine, _released
+from offloadd import _engine, _native, _reading, _released, _watch
 from offloadd._engine import Engine
+from offloadd._gathering import Gathering
+from offloadd._gradients import Gradients
 from offloadd._order import Order
-from offloadd._released import Watch
+from offloadd._watch import Watch
 from test_runs import lines_of
 
 
@@ -43,12 +45,12 @@ def companions(patch):
     original = Engine._after_forward
 
     def after_forward(self, units, root, *rest):
-        found, gathered, number = self._stack[-1]
-        self._stack[-1] = found, [], number
+        gathered = list(self.forwards._stack[-1].companions)
+        self.forwards._stack[-1].companions.clear()
         result = original(self, units, root, *rest)
         for unit in gathered:
             if torch._C._current_graph_task_id() == -1 and not unit.root:
-                self.release(unit)
+                self.gathering.release(unit)
         return result
 
     patch.setattr(Engine, "_after_forward", after_forward)
@@ -56,17 +58,17 @@ def companions(patch):
 
 def returned_weights(patch):
     """A weight that a block returns is released with the block."""
-    patch.setattr(Engine, "_returned", staticmethod(lambda unit, output: False))
+    patch.setattr(_engine, "returned", lambda unit, output: False)
 
 
 def outside_uses(patch):
     """A released parameter that is used outside of any forward is used itself, and not a copy of it."""
-    patch.setattr(_engine, "on_copies", lambda engine, params, func, args, kwargs: func(*args, **kwargs))
+    patch.setattr(_reading, "on_copies", lambda reader, params, func, args, kwargs: func(*args, **kwargs))
 
 
 def writes(patch):
     """Nobody compares versions of parameters when they are released."""
-    patch.setattr(Engine, "_note_written", lambda self, unit: unit.watch.end() and None)
+    patch.setattr(Gathering, "_note_written", lambda self, unit: unit.watch.end() and None)
 
 
 def data_of_writes(patch):
@@ -77,12 +79,12 @@ def data_of_writes(patch):
 
 def sums(patch):
     """The bits of parameters are never compared."""
-    patch.setattr(_released, "_SUMMED_TIMES", 0)
+    patch.setattr(_watch, "_SUMMED_TIMES", 0)
 
 
 def below_torch_function(patch):
     """Functions that take tensors below `__torch_function__` get released parameters."""
-    patch.setattr(_released, "_has_released", lambda one: False)
+    patch.setattr(_native, "_has_released", lambda one: False)
 
 
 def addresses(patch):
@@ -92,13 +94,13 @@ def addresses(patch):
 
 def values_of_gradients(patch):
     """Gradients that a script has changed in place stay as they were."""
-    patch.setattr(Engine, "settle_changes", lambda self, given: None)
+    patch.setattr(Gradients, "settle_changes", lambda self, given: None)
 
 
 def guarded_root(patch):
     """The root's parameters, which stay between forward and backward, are used unseen."""
-    original = Engine._guard
-    patch.setattr(Engine, "_guard", lambda self, unit: original(self, unit) if unit.flat.untyped_storage().size() == 0 else None)
+    original = Gathering.guard
+    patch.setattr(Gathering, "guard", lambda self, unit: original(self, unit) if unit.flat.untyped_storage().size() == 0 else None)
 
 
 def origin(patch):
@@ -169,7 +171,7 @@ def revision(patch):
 
 def freshness(patch):
     """A unit in memory is taken to be the newest."""
-    patch.setattr(Engine, "refresh", lambda self: None)
+    patch.setattr(Gathering, "refresh", lambda self: None)
 
 
 def stale_units(patch):
@@ -178,7 +180,7 @@ def stale_units(patch):
 
     def updated(self):
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Engine, "release_all", lambda self: None)
+            inner.setattr(Gathering, "release_all", lambda self: None)
             original(self)
 
     patch.setattr(Engine, "updated", updated)
@@ -186,14 +188,14 @@ def stale_units(patch):
 
 def order_of_sums(patch):
     """Gradients of one backward are summed before they are added to those of the step."""
-    original = Engine._take
+    original = Gradients.take
 
     def take(self, unit, param):
         kept, self._summed = self._summed, set()
         original(self, unit, param)
         self._summed = kept | self._summed
 
-    patch.setattr(Engine, "_take", take)
+    patch.setattr(Gradients, "take", take)
 
 
 def versions(patch):
@@ -203,28 +205,28 @@ def versions(patch):
 
 def handles_before_sums(patch):
     """Handles of earlier gradients are taken away when a unit comes, not when its gradient does."""
-    patch.setattr(Engine, "_before_gradient", Engine._take)
+    patch.setattr(Engine, "_before_gradient", lambda self, unit, param: self.gradients.take(unit, param))
 
 
 def dropped(patch):
     """Nobody looks whether the script has dropped gradients."""
-    original = Engine.looked_at
-    patch.setattr(Engine, "looked_at", lambda self: (set(), original(self)[1]))
+    original = Gradients.looked_at
+    patch.setattr(Gradients, "looked_at", lambda self: (set(), original(self)[1]))
 
 
 def stale_gradients(patch):
     """Gradients that a step has used count as gone before the script drops them."""
-    patch.setattr(Engine, "applied", property(lambda self: False, lambda self, value: None), raising=False)
+    patch.setattr(Gradients, "applied", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def half_backward(patch):
     """A backward that did not end counts as one."""
-    patch.setattr(Engine, "half_backward", property(lambda self: False))
+    patch.setattr(Gradients, "half_backward", property(lambda self: False))
 
 
 def interrupts(patch):
     """A forward that an interrupt ended is taken to be under way."""
-    patch.setattr(Engine, "_calls", staticmethod(lambda module: 2))
+    patch.setattr(_engine, "calls_of", lambda module: 2)
 
 
 CHECKS = [

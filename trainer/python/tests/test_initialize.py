@@ -248,7 +248,7 @@ def test_only_what_is_trained_is_written_and_the_frozen_rest_must_be_the_same(tm
     rest = train(engine, batches(4)[2:])
     engine.load_checkpoint(tmp_path / "saved")
     assert same(weights(engine), expected) and train(engine, batches(4)[2:]) == rest
-    elems = sum(unit.elems for unit in engine.run.engine.units if unit.trained)
+    elems = sum(unit.elems for unit in engine.run.engine.gathering.units if unit.trained)
     engine.destroy()
     assert elems * 12 <= (tmp_path / "saved" / "two" / "tiles.0").stat().st_size < elems * 12 + (16 << 10)
     other, *_ = offloadd.initialize(model=frozen_of(seed=4), config=settings("cpu", tmp_path), run_dir=tmp_path / "other")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offloadd  # noqa: E402
-from offloadd import _checkpoint, _engine, _nodes, _plan, _ranks, _run  # noqa: E402
+from offloadd import _checkpoint, _engine, _meetings, _nodes, _opening, _plan, _transfers  # noqa: E402
 from offloadd._checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_kills import daemons_of  # noqa: E402
@@ -91,14 +91,14 @@ def with_passes(rank, ranks, path, shard, hook=lambda rank: None):
     the run said of the copies."""
     told, all_ranks = [], 0
     gather = torch.distributed.all_gather_into_tensor
-    _run.say = told.append
+    _opening.say = told.append
 
     def counted(whole, part, group=None):
         nonlocal all_ranks
         all_ranks += len(whole) == ranks * len(part)
         return gather(whole, part, group=group)
 
-    _ranks.dist.all_gather_into_tensor = counted
+    _transfers.dist.all_gather_into_tensor = counted
     hook(rank)
     model, optimizer, run = prepared(path, rank, shard=shard)
     with run:
@@ -134,7 +134,7 @@ def keep_stale(rank):
 
     def stale(engine):
         updated(engine)
-        for unit in engine.units:
+        for unit in engine.gathering.units:
             unit.fresh = True
 
     _engine.Engine.updated = stale
@@ -284,11 +284,11 @@ def carry(rank, ranks, path, tag, of, steps):
     model, optimizer, run = prepared(path, rank, resume=False)
     with run:
         if of is not None:
-            load_checkpoint(run, path / "saved", of)
+            load_checkpoint(run.commits, path / "saved", of)
         for number in range(run.steps_done, run.steps_done + steps):
             one_step(model, optimizer, rank, ranks, number)
         found = state(model)
-        save_checkpoint(run, path / "saved", tag, {}, True)
+        save_checkpoint(run.commits, path / "saved", tag, {}, True)
         return run.steps_done, found
 
 
@@ -315,7 +315,7 @@ def test_a_checkpoints_directory_that_a_node_does_not_see_is_refused(tmp_path, m
 
 
 def diverge(rank, ranks, path, what):
-    _ranks._STUCK_S, _ranks._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
+    _meetings._STUCK_S, _meetings._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
     model, optimizer, run = prepared(path, rank, "cpu")
     with run:
         for number in range(3):

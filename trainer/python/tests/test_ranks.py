@@ -20,7 +20,7 @@ transformers.logging.set_verbosity_error()
 GPT2, GPT2Config = transformers.GPT2LMHeadModel, transformers.GPT2Config
 
 import offloadd  # noqa: E402
-from offloadd import _ranks, _zero  # noqa: E402
+from offloadd import _meetings, _zero  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 
@@ -172,7 +172,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers_and_data(tmp_path):
 
 def lose(rank, ranks, path, where):
     """The second rank dies in its third step, or the first one is elsewhere when it does."""
-    _ranks._GRACE_S = 1.0
+    _meetings._GRACE_S = 1.0
     model = gpt2()
     optimizer = adamw(model)
     with offloadd.prepare(model, optimizer, config("nvme", path), run_dir=path / "run"):
@@ -267,7 +267,7 @@ def slow(rank, number, model):
 
 
 def diverge(rank, ranks, path, what, steps=(3, 3)):
-    _ranks._STUCK_S, _ranks._NOTE_S = 1.0, 0.1
+    _meetings._STUCK_S, _meetings._NOTE_S = 1.0, 0.1
     model = gpt2()
     optimizer = adamw(model)
     with offloadd.prepare(model, optimizer, config("cpu", path), run_dir=path / "run"):

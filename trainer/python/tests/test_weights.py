@@ -17,19 +17,19 @@ from toy import Net, randomize
 def counted(run):
     """The most bytes of units that were in memory at once, in a list of one."""
     engine, most = run.engine, [0]
-    plain = engine.gather
+    plain = engine.gathering.gather
 
     def gather(unit, record=True):
         plain(unit, record)
-        most[0] = max(most[0], sum(one.bytes for one in engine.units if one.here))
+        most[0] = max(most[0], sum(one.bytes for one in engine.gathering.units if one.here))
 
-    engine.gather = gather
+    engine.gathering.gather = gather
     yield most
-    engine.gather = plain
+    engine.gathering.gather = plain
 
 
 def largest_block(run):
-    return max(sum(unit.bytes for unit in units) for units in run.engine.together)
+    return max(sum(unit.bytes for unit in units) for units in run.engine.gathering.together)
 
 
 def prepared(model, tmp_path, name="run", device="cpu", **more):
@@ -65,7 +65,7 @@ def test_save_pretrained_writes_what_the_plain_one_writes_a_block_at_a_time(tmp_
         with counted(run) as most:
             model.save_pretrained(tmp_path / "ours", max_shard_size=shard)
         assert 0 < most[0] <= largest_block(run)
-        assert all(not unit.here for unit in run.engine.units)
+        assert all(not unit.here for unit in run.engine.gathering.units)
         state = model.state_dict()
     plain, _ = transformers_model(name, seed=1)
     plain.load_state_dict(state)
@@ -292,10 +292,10 @@ def test_a_peft_model_saves_its_adapters_and_gathers_nothing_frozen(tmp_path):
         model(**batch()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        done, plain = [], run.engine.gather
-        run.engine.gather = lambda unit, record=True: (done.append(unit), plain(unit, record))
+        done, plain = [], run.engine.gathering.gather
+        run.engine.gathering.gather = lambda unit, record=True: (done.append(unit), plain(unit, record))
         model.save_pretrained(tmp_path / "adapters")
-        run.engine.gather = plain
+        run.engine.gathering.gather = plain
         assert done and all(unit.trained for unit in done)
         state = model.state_dict()
     found = safetensors.load_file(tmp_path / "adapters" / "adapter_model.safetensors")
@@ -310,8 +310,8 @@ def test_a_state_dict_reads_each_unit_once(tmp_path, monkeypatch):
     model = model_of()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config("nvme", tmp_path), run_dir=tmp_path / "run") as run:
-        read, expect = [], run.engine.memory.expect
-        monkeypatch.setattr(run.engine.memory, "expect", lambda unit: (read.append(unit.index), expect(unit)))
+        read, expect = [], run.engine.gathering.memory.expect
+        monkeypatch.setattr(run.engine.gathering.memory, "expect", lambda unit: (read.append(unit.index), expect(unit)))
         found = model.state_dict()
-        assert read == [unit.index for unit in run.engine.units]
+        assert read == [unit.index for unit in run.engine.gathering.units]
         assert list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())

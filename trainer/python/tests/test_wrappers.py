@@ -85,7 +85,7 @@ def test_torch_compile_wrappers_are_looked_through_and_a_full_graph_is_told_why_
         wrapped = torch.compile(model, backend="eager") if wraps == "before" else model
         run = offloadd.prepare(wrapped, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run") if ours else None
         if ours:
-            assert run.layout[0][0][0] == "0.linear.weight"
+            assert run.commits.layout.units[0][0][0] == "0.linear.weight"
             with pytest.raises(Exception, match="leave fullgraph=True out, or compile forwards of blocks"):
                 torch.compile(model, backend="eager", fullgraph=True)(batches(1)[0])
         wrapped = torch.compile(model, backend="eager") if wraps == "after" else wrapped

@@ -81,15 +81,15 @@ class Offloaded:
         self.core = FakeCore(units)
         self.engine = Engine(model, units, modules, self.core, keep=False)
         self.names = {id(param): name for name, param in model.named_parameters()}
-        self.engine.release_all()
+        self.engine.gathering.release_all()
 
     def take_gradients(self):
         """Name to gradient of this step, None where none came; ends the step."""
         found = {}
-        for unit in self.engine.units:
+        for unit in self.engine.gathering.units:
             flat = self.core.gradients.get(unit.index)
             for param, at in zip(unit.params, unit.offsets):
-                came = id(param) in self.engine.square_sums
+                came = id(param) in self.engine.gradients.square_sums
                 found[self.names[id(param)]] = unit.view_of(flat, param, at).clone() if came else None
         self.core.begin_step()
         self.engine.updated()
@@ -98,7 +98,7 @@ class Offloaded:
 
     def live(self):
         """Units whose memory is held."""
-        return [unit.name for unit in self.engine.units if unit.here]
+        return [unit.name for unit in self.engine.gathering.units if unit.here]
 
 
 def randomize(model, seed=0):

@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 
 from . import _offloadd
+from ._deepspeed_refused import refused_attribute
 
 # Functions of torch.cuda of the same name, which do nothing on a processor.
 _OF_CUDA = ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached")
@@ -126,8 +127,6 @@ class Accelerator:
             if self.is_available():
                 return getattr(torch.cuda, name)
             return lambda device_index=None: _process_bytes(name)
-        from ._deepspeed import refused_attribute
-
         raise refused_attribute(f"deepspeed.accelerator.get_accelerator().{name}")
 
 

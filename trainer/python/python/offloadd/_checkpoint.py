@@ -24,6 +24,7 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import _offloadd
+from ._commits import Commits
 from ._config import Settings
 from ._console import say
 from ._each_node import SETTING, Files, copy, described, on_files, separate
@@ -31,6 +32,7 @@ from ._errors import Damaged, Error, NoSpace, NotSupported
 from ._plan import bytes_text
 from ._ranks import Ranks
 from ._state import flush_dir, write_flushed
+from ._weights import write_weights
 
 LATEST = "latest"
 _STATE, _DESCRIPTION = "state.pt", "checkpoint.json"
@@ -48,7 +50,7 @@ def is_separate(settings: Settings, ranks: Ranks, directory: Path) -> bool:
 
 
 def save_checkpoint(
-    run: Any,
+    commits: Commits,
     directory: Path,
     tag: str,
     client_state: dict[str, Any],
@@ -61,9 +63,9 @@ def save_checkpoint(
     made, and the run goes on."""
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
-    partial, ranks = directory / f"{tag}.partial", run.ranks
-    run.drain()
-    separately = is_separate(run.settings, ranks, directory)
+    partial, ranks = directory / f"{tag}.partial", commits.ranks
+    commits.drain()
+    separately = is_separate(commits.settings, ranks, directory)
     # The ranks that make a directory and name it.
     keeps = ranks.first_of_node if separately else ranks.first
 
@@ -78,12 +80,12 @@ def save_checkpoint(
             together("mark a checkpoint's directory", lambda: mark.touch() if keeps else None)
             together("look for a checkpoint's directory", lambda: _check_shared(mark))
             together("remove the mark of a checkpoint's directory", lambda: mark.unlink() if keeps else None)
-        tiles, frozen = together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
-        run.engine.order.forget_rest()
+        tiles, frozen = together("write a checkpoint's tiles", lambda: commits.core.save(str(partial)))
+        commits.engine.gathering.order.forget_rest()
         frozen = ranks.total("add up frozen parameters", frozen)
         others = [] if add is None else [together("write a checkpoint's further files", lambda: described(partial, add(partial)))]
         if weights is not None:
-            others += _save_weights(run, partial, weights, together)
+            others += _save_weights(commits, partial, weights, together)
         told = [json.loads(files) for files in ranks.meet("tell a checkpoint's files", json.dumps([json.loads(tiles), others]).encode())]
         files = Files(partial, [of_one[0] for of_one in told], [other for of_one in told for other in of_one[1]])
 
@@ -91,7 +93,7 @@ def save_checkpoint(
             """Describes the checkpoint on the first rank. Returns this node's files."""
             here = [told[rank] for rank in ranks.places.local]
             own = Files(partial, [of_one[0] for of_one in here], [other for of_one in here for other in of_one[1]])
-            return own if not ranks.first else own._replace(others=own.others + _describe(run, files, client_state, frozen))
+            return own if not ranks.first else own._replace(others=own.others + _describe(commits, files, client_state, frozen))
 
         if separately:
             copy(ranks, "complete a checkpoint", partial, lambda: on_files(partial, complete))
@@ -124,26 +126,27 @@ def _check_shared(mark: Path) -> None:
         time.sleep(0.02)
 
 
-def _save_weights(run: Any, partial: Path, name: str, together: Callable) -> list[dict[str, Any]]:
+def _save_weights(commits: Commits, partial: Path, name: str, together: Callable) -> list[dict[str, Any]]:
     """Writes the model's weights on the first rank, and describes their file there."""
     failed: list[Exception] = []
+    gathering = commits.engine.gathering
     try:
-        run.save_weights(partial / name)
+        gathering.on_first(lambda: write_weights(gathering, partial / name))
     except (Error, OSError) as error:
         failed.append(error)
 
     def written() -> list[dict[str, Any]]:
         if failed:
             raise failed[0]
-        return [described(partial, name)] if run.ranks.first else []
+        return [described(partial, name)] if commits.ranks.first else []
 
     return together("write a checkpoint's weights", written)
 
 
-def _describe(run: Any, files: Files, client_state: dict[str, Any], frozen: int) -> list[dict[str, Any]]:
+def _describe(commits: Commits, files: Files, client_state: dict[str, Any], frozen: int) -> list[dict[str, Any]]:
     """Writes the state and the description of a checkpoint with `files` of all ranks. Returns what it has written."""
     partial, buffer = files.directory, io.BytesIO()
-    torch.save({"run": run.state(), "client": client_state}, buffer)
+    torch.save({"run": commits.state(), "client": client_state}, buffer)
     state = buffer.getvalue()
     try:
         torch.load(io.BytesIO(state), weights_only=True)
@@ -153,10 +156,10 @@ def _describe(run: Any, files: Files, client_state: dict[str, Any], frozen: int)
         ) from None
     write_flushed(partial / _STATE, state)
     kept = described(partial, _STATE)
-    state_json = json.dumps({"layout": run.layout, "others": [*files.others, kept]})
+    state_json = json.dumps({"layout": commits.layout.units, "others": [*files.others, kept]})
     # Larger than that of the checkpoint before, so that the clock of another first node does not make this one older.
-    run.saved_unix_s = max(int(time.time()), run.saved_unix_s + 1)
-    run.core.describe(str(partial), run.steps_done, run.saved_unix_s, state_json, json.dumps(files.tiles), frozen)
+    commits.saved_unix_s = max(int(time.time()), commits.saved_unix_s + 1)
+    commits.core.describe(str(partial), commits.steps_done, commits.saved_unix_s, state_json, json.dumps(files.tiles), frozen)
     return [kept, described(partial, _DESCRIPTION)]
 
 
@@ -185,21 +188,21 @@ def latest_tag(directory: Path) -> Optional[str]:
         return None
 
 
-def load_checkpoint(run: Any, directory: Path, tag: Optional[str]) -> tuple[Optional[str], Optional[dict[str, Any]]]:
+def load_checkpoint(commits: Commits, directory: Path, tag: Optional[str]) -> tuple[Optional[str], Optional[dict[str, Any]]]:
     """Brings `run` to a checkpoint and commits it. Returns (None, None) where the directory has no newest one."""
-    tag = bring(run.settings, run.ranks, directory, tag)
+    tag = bring(commits.settings, commits.ranks, directory, tag)
     if tag is None:
         return None, None
     path = directory / tag
     try:
         kept = json.loads(_offloadd.checkpoint_state(str(path)))
-        run.check_layout(kept["layout"], f"the checkpoint {path}")
+        commits.layout.check(kept["layout"], f"the checkpoint {path}")
         state = torch.load(io.BytesIO(read_file(path, _STATE)), weights_only=True)
-        run.restore(path, state["run"])
-        run.saved_unix_s = max(run.saved_unix_s, age(directory, tag)[0])
+        commits.restore(path, state["run"])
+        commits.saved_unix_s = max(commits.saved_unix_s, age(directory, tag)[0])
     except Damaged as error:
-        if run.settings.use_node_local_storage and run.ranks.places.nodes > 1:
-            raise Damaged(f"node {run.ranks.places.node}: {error}, or delete {path} on this node: the next load copies another node's") from None
+        if commits.settings.use_node_local_storage and commits.ranks.places.nodes > 1:
+            raise Damaged(f"node {commits.ranks.places.node}: {error}, or delete {path} on this node: the next load copies another node's") from None
         raise
     return str(path), state["client"]
 

@@ -6,13 +6,12 @@ An interface for scripts that name it: `initialize` and its engine are offloadd'
 from __future__ import annotations
 
 import argparse
-import datetime
 import enum
 import importlib
 import inspect
 import os
 import types
-from typing import Any, Callable, Iterable, Mapping, Optional
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 
@@ -20,89 +19,12 @@ from . import _deepspeed_utils as utils
 from . import _finder, _states
 from ._accelerator import get_accelerator
 from ._config import Settings, settings_of
-from ._console import say
+from ._deepspeed_ranks import answering, barrier, destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
+from ._deepspeed_refused import NoAttribute, NoModule, refusal, refused_when_called
 from ._errors import NotSupported
 from ._initialize import GRADIENT_CLIPPING, ReadingEngine, TrainingEngine, initialize as _initialize
 from ._schedules import SCHEDULERS
 from ._zero import GatheredParameters, Init
-
-_DOC = 'see "Scripts that use DeepSpeed" in docs/pytorch.md'
-
-# What to use instead of each missing name.
-_INFERENCE = "only training is done here: call the model itself"
-_PIPELINE = "pipelines are not supported: train the model as one module"
-_EXPERTS = "expert parallelism is not supported: use the experts of the model itself"
-_RANKS = "all ranks compute the whole model, each on its part of a batch: leave it out"
-_WHOLE_DATA = "the data comes in the order of the script's loader, whole: leave it out"
-_ADAM = "the engine updates with Adam or AdamW: use torch.optim.AdamW"
-_KERNELS = "the model computes with its own modules: build it without DeepSpeed's layers"
-_DRIVES = 'offloadd moves state by itself: set zero_optimization.offload_param.device = "nvme"; to measure a drive use bench-io'
-_INSTEAD = {
-    "pipe": _PIPELINE,
-    "PipelineModule": _PIPELINE,
-    "moe": _EXPERTS,
-    "MoE": _EXPERTS,
-    "split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
-    "inference": _INFERENCE,
-    "init_inference": _INFERENCE,
-    "InferenceEngine": _INFERENCE,
-    "module_inject": _INFERENCE,
-    "replace_transformer_layer": _KERNELS,
-    "DeepSpeedTransformerLayer": _KERNELS,
-    "DeepSpeedTransformerConfig": _KERNELS,
-    "sparse_attention": "attention is the model's own: leave it out",
-    "domino": _RANKS,
-    "sequence": _RANKS,
-    "tp_model_init": "tensor parallelism is not supported: leave tensor_parallel out of the configuration",
-    "sequence_parallel": "sequence parallelism is not supported: leave it out",
-    "groups": "groups of ranks for model parallelism are not supported",
-    "compression": "it changes weights: leave it out",
-    "data_pipeline": _WHOLE_DATA,
-    "compile": "compile blocks in the script, as in `for block in model.layers: block.compile()`",
-    "OnebitAdam": "gradients are not compressed: use AdamW",
-    "OnebitLamb": "gradients are not compressed: use AdamW",
-    "DeepSpeedCPUAdagrad": _ADAM,
-    "DeepSpeedCPULion": _ADAM,
-    "FusedLamb": _ADAM,
-    "FusedLion": _ADAM,
-    "fused_optimizer": _ADAM,
-    "unfused_optimizer": _ADAM,
-    "op_builder": _DRIVES,
-    "aio": _DRIVES,
-    "nvme": _DRIVES,
-    "zero_to_fp32": "checkpoints have a format of their own: write weights with engine.save_16bit_model or model.save_pretrained",
-    "autotuning": "python -m offloadd plan says what fits and how fast it can be",
-    "monitor": "set tensorboard or csv_monitor in the configuration",
-    "profiling": "metrics.jsonl in the run's directory has the times of each step",
-}
-
-
-class _NoAttribute(NotSupported, AttributeError):
-    """A name that is not answered; `hasattr` sees that it is missing."""
-
-
-class _NoModule(NotSupported, ModuleNotFoundError):
-    """A module that is not answered; `except ImportError` sees that it is missing."""
-
-
-def _refusal(name: str) -> str:
-    what = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "leave it out, or run the script without offloadd-run")
-    return f"{name} is not supported by offloadd, which answers to `import deepspeed` here: {what}; {_DOC}"
-
-
-def refused_attribute(name: str) -> AttributeError:
-    """The error for an object's attribute that is not answered."""
-    return _NoAttribute(_refusal(name))
-
-
-def _refused_when_called(name: str) -> Callable:
-    """A name that scripts import, and use only for what is not supported."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise NotSupported(_refusal(name))
-
-    call.__name__ = name.rpartition(".")[2]
-    return call
 
 
 def check_module(name: str) -> None:
@@ -111,7 +33,7 @@ def check_module(name: str) -> None:
         # As an attribute of its parent it may be there.
         parent, _, last = name.rpartition(".")
         if last not in _MODULES.get(parent, {}):
-            raise _NoModule(_refusal(name))
+            raise NoModule(refusal(name))
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -128,18 +50,7 @@ class Answer(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise _NoAttribute(_refusal(f"{self.__name__}.{name}"))
-
-
-_answering = False
-
-
-def answering() -> None:
-    """Says once, on the first rank, who answers."""
-    global _answering
-    if not _answering:
-        say(f"answers to `import deepspeed` in this process (interface {_finder.VERSION}); DeepSpeed is not used")
-    _answering = True
+        raise NoAttribute(refusal(f"{self.__name__}.{name}"))
 
 
 # How the next `initialize` of this process begins its run, where Hugging Face's Trainer calls it.
@@ -189,60 +100,6 @@ def _mark(model: torch.nn.Module) -> None:
     """Lets scripts that ask gather each parameter, which costs nothing where it is in memory."""
     for number, param in enumerate(model.parameters()):
         param.ds_id, param.ds_status = number, ZeroParamStatus.NOT_AVAILABLE
-
-
-# Ranks
-
-
-def is_initialized() -> bool:
-    return torch.distributed.is_initialized()
-
-
-def init_distributed(
-    dist_backend: Optional[str] = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: Optional[datetime.timedelta] = None,
-    init_method: Optional[str] = None,
-    dist_init_required: Optional[bool] = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Opens torch's process group unless it is open: over the ranks that a launcher started, or of this process alone."""
-    if torch.distributed.is_initialized():
-        return
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if rank >= 0 and world_size > 0:
-        given.update(rank=rank, world_size=world_size)
-    if init_method is not None:
-        given["init_method"] = init_method
-    elif "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
-        given.update(store=torch.distributed.HashStore(), rank=0, world_size=1)
-    torch.distributed.init_process_group(backend, **given)
-
-
-def get_rank(group: Any = None) -> int:
-    return torch.distributed.get_rank(group) if is_initialized() else 0
-
-
-def get_world_size(group: Any = None) -> int:
-    return torch.distributed.get_world_size(group) if is_initialized() else 1
-
-
-def get_local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    return torch.distributed.barrier(group, async_op, device_ids) if is_initialized() else None
-
-
-def destroy_process_group(group: Any = None) -> None:
-    if is_initialized():
-        torch.distributed.destroy_process_group(group)
 
 
 # Optimizers
@@ -419,7 +276,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": {
-        name: _refused_when_called(f"deepspeed.moe.utils.{name}") for name in ("split_params_into_different_moe_groups_for_optimizer",)
+        name: refused_when_called(f"deepspeed.moe.utils.{name}") for name in ("split_params_into_different_moe_groups_for_optimizer",)
     },
     "deepspeed.ops": {},
     "deepspeed.ops.adam": _OPTIMIZERS,

@@ -18,6 +18,7 @@ from torch import nn
 from ._accelerator import get_accelerator
 from ._config import Config, settings_of
 from ._console import say
+from ._deepspeed_refused import refused_attribute
 from ._errors import NotSupported
 from ._plan import bytes_text
 
@@ -223,8 +224,6 @@ class DeepSpeedConfig:
         self.zero_enabled, self.zero_optimization_stage = True, 3
 
     def __getattr__(self, name: str) -> Any:
-        from ._deepspeed import refused_attribute
-
         raise refused_attribute(f"deepspeed.DeepSpeedConfig.{name}")
 
 

@@ -91,7 +91,7 @@ def copy(ranks: Ranks, what: str, directory: Path, work: Callable[[], Files], re
     """Sends the files that `work` returns on the first rank of each node, and writes those of other nodes below `directory` where it
     `receives` and lacks them. All of them are on the drive when it returns. Fails on all ranks if it fails on one, and the run goes on.
     All ranks must call it."""
-    ranks.open_nodes()
+    ranks.transfers.open_nodes()
 
     def copied() -> None:
         if not ranks.first_of_node:
@@ -104,7 +104,7 @@ def copy(ranks: Ranks, what: str, directory: Path, work: Callable[[], Files], re
         places, tiles, others = ranks.places, json.dumps(own.tiles), json.dumps(own.others)
         why = None if failed is None else str(failed)
         given = (places.node, places.nodes, str(directory), str(own.directory), tiles, others, receives, why)
-        _in_thread(lambda: _offloadd.copy_between_nodes(ranks.gather_nodes, *given))
+        _in_thread(lambda: _offloadd.copy_between_nodes(ranks.transfers.gather_nodes, *given))
         if failed is not None:
             raise failed
 

@@ -142,7 +142,7 @@ class TrainingEngine:
             lr_scheduler = schedule_of(self._settings, self.optimizer)
         elif not hasattr(lr_scheduler, "state_dict"):
             lr_scheduler = lr_scheduler(self.optimizer)
-        self.run.track = [lr_scheduler if one is self.lr_scheduler else one for one in self.run.track]
+        self.run.commits.track = [lr_scheduler if one is self.lr_scheduler else one for one in self.run.commits.track]
         self.lr_scheduler = lr_scheduler
         return lr_scheduler
 
@@ -167,7 +167,7 @@ class TrainingEngine:
         if not boundary:
             return
         self.global_steps += 1
-        finite = self.run.gradients_are_finite()
+        finite = self.run.engine.gradients.are_finite()
         if self._loss_scale is not None:
             scale = self.loss_scale
             self._loss_scale.step(finite)
@@ -178,8 +178,8 @@ class TrainingEngine:
                 self._losses.clear()
                 self.optimizer.zero_grad()
                 return
-            self.run.loss_scale = scale if self._scales else None
-        self.run.loss = math.fsum(map(float, self._losses))
+            self.run.commits.reports.loss_scale = scale if self._scales else None
+        self.run.commits.reports.loss = math.fsum(map(float, self._losses))
         self._losses.clear()
         self.optimizer.step()
         self._applied = True
@@ -358,7 +358,7 @@ class TrainingEngine:
         """Copies trained parameters, optimizer state, scheduler and counters into `save_dir/tag`, with `client_state`. Frozen
         parameters are never in a checkpoint."""
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        save_checkpoint(self.run, Path(save_dir), tag, client_state or {}, save_latest)
+        save_checkpoint(self.run.commits, Path(save_dir), tag, client_state or {}, save_latest)
         return True
 
     def load_checkpoint(
@@ -378,7 +378,7 @@ class TrainingEngine:
                 "load_checkpoint: a checkpoint is loaded whole: leave out load_module_only, load_optimizer_states, load_lr_scheduler_states and "
                 "custom_load_fn"
             )
-        return load_checkpoint(self.run, Path(load_dir), None if tag is None else str(tag))
+        return load_checkpoint(self.run.commits, Path(load_dir), None if tag is None else str(tag))
 
     def save_16bit_model(
         self,
@@ -397,7 +397,7 @@ class TrainingEngine:
             self.run.save_weights(path)
             return
         if exclude_frozen_parameters:
-            state = trained_state(self.module, self.run.engine)
+            state = trained_state(self.module, self.run.engine.gathering)
         else:
             state = {name: value.clone() if hasattr(value, "clone") else value for name, value in self.module.state_dict().items()}
         if safe:
@@ -415,7 +415,7 @@ class TrainingEngine:
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's state in memory, or what is trained of it."""
-        return trained_state(self.module, self.run.engine) if exclude_frozen_parameters else self.module.state_dict()
+        return trained_state(self.module, self.run.engine.gathering) if exclude_frozen_parameters else self.module.state_dict()
 
     def destroy(self) -> None:
         """Ends the run in order."""

@@ -146,7 +146,7 @@ class GpuMemory:
     ahead = _AHEAD
 
     def __init__(self, ranks: Ranks, units: Sequence[Unit], gpu: GpuDevice) -> None:
-        self._gpu, self._mover = gpu, ranks.watched(gpu.open(ranks.core))
+        self._gpu, self._mover = gpu, ranks.meetings.watched(gpu.open(ranks.meetings.core))
         self._largest = _largest(units)
         self._buffers: list[torch.Tensor] = []
         self._turn = 0

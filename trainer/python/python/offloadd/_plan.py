@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
+
 from . import _offloadd
 from ._config import Settings
 from ._errors import Error, NoSpace

@@ -15,14 +15,13 @@ import inspect
 import operator
 import sys
 import weakref
-from typing import Any, Callable, ContextManager, NamedTuple, Optional
+from typing import Any, Callable, ContextManager, NamedTuple, Optional, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ._errors import NotSupported
-from ._units import Unit
 
 _Tensor = torch.Tensor
 
@@ -31,7 +30,7 @@ AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 _version = operator.attrgetter("_version")
 
-_BEFORE = "change parameters before offloadd.prepare or after close() of the run, or between steps with run.load_state_dict({name: value}, strict=False)"
+BEFORE = "change parameters before offloadd.prepare or after close() of the run, or between steps with run.load_state_dict({name: value}, strict=False)"
 
 # What a released parameter answers by itself: it needs no values, or the parameter and not its values.
 _ITSELF = {
@@ -74,15 +73,40 @@ _REQUIRES_GRAD = (_Tensor.requires_grad.__set__, _Tensor.requires_grad_)
 _SHOW = (_Tensor.__format__, _Tensor.__repr__)
 
 
+class Reader(Protocol):
+    """What released parameters of one model ask of it: `Reading` in _reading.py."""
+
+    # Times that weights were replaced, by a step or otherwise.
+    steps: int
+    # Copies whose addresses a script has asked for since, by parameter.
+    addressed: dict[int, _Tensor]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward or a backward is."""
+
+    def name(self, param: _Tensor) -> str:
+        """The name of a parameter in the model."""
+
+    def read(self, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls `func`, which takes released parameters."""
+
+    def is_same(self, param: nn.Parameter, value: _Tensor) -> bool:
+        """Whether a released parameter has this value, type and device already."""
+
+    def check_trainable(self, param: nn.Parameter, requires_grad: bool = True) -> None:
+        """Refuses to train what was frozen when the model was prepared."""
+
+
 class Released(nn.Parameter):
     """A parameter whose values are in tiles. Its metadata answers at once; anything else gathers its unit."""
 
     # Weak: the collector of cycles does not see the class of a parameter.
-    engine_ref: "weakref.ref[Any]"
+    reader_ref: "weakref.ref[Reader]"
 
     @property
-    def engine(self) -> Any:
-        return self.engine_ref()
+    def reader(self) -> Reader:
+        return self.reader_ref()
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -92,10 +116,10 @@ class Released(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _BACKWARD:
             return _backward(func, args, kwargs)
-        if func in _ADDRESSES and not args[0].engine.under_way:
+        if func in _ADDRESSES and not args[0].reader.under_way:
             copy = args[0].detach()
             found = _address_of(func, copy)
-            if id(args[0]) not in copy.origin.engine.addressed:
+            if id(args[0]) not in copy.origin.reader.addressed:
                 raise NotSupported(
                     f"{func.__name__} of parameters of more than {_ADDRESSED_MAX >> 30} GiB, whose values are in tiles: compare parameters by `is`, or read "
                     "param.detach()"
@@ -105,21 +129,21 @@ class Released(nn.Parameter):
         if not away:
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        engine = away[0].engine
-        if any(one.engine is not engine for one in away):
-            others = lambda one: one.view(one.shape) if isinstance(one, Released) and one.engine is not engine else one
+        reader = away[0].reader
+        if any(one.reader is not reader for one in away):
+            others = lambda one: one.view(one.shape) if isinstance(one, Released) and one.reader is not reader else one
             return func(*tree_map(others, args), **tree_map(others, kwargs))
         if func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-            raise NotSupported(f"a new parameter made of {engine.name(args[0])}, whose values are in tiles: build it before offloadd.prepare, or of a clone() of it")
+            raise NotSupported(f"a new parameter made of {reader.name(args[0])}, whose values are in tiles: build it before offloadd.prepare, or of a clone() of it")
         if func in _REQUIRES_GRAD:
-            engine.check_trainable(args[0], *args[1:], **kwargs)
+            reader.check_trainable(args[0], *args[1:], **kwargs)
             with AS_TENSORS():
                 return func(*args, **kwargs)
         if func in _REPLACES and isinstance(args[0], Released):
-            if func == _Tensor.data.__set__ and engine.is_same(args[0], args[1]):
+            if func == _Tensor.data.__set__ and reader.is_same(args[0], args[1]):
                 return None
             raise _replaced(_REPLACES[func], args[0])
-        return engine.read_released(away, func, args, kwargs)
+        return reader.read(away, func, args, kwargs)
 
     # PyTorch hands these to no __torch_function__.
 
@@ -151,22 +175,22 @@ _ADDRESSED_MAX = 2 << 30
 def _address_of(func: Callable[..., Any], copy: "Copied") -> Any:
     """The address or storage of a parameter's copy. Until the next step that of the first one that was asked for: parameters differ, and two
     copies of one do not."""
-    param, engine = copy.origin.param, copy.origin.engine
+    param, reader = copy.origin.param, copy.origin.reader
     with AS_TENSORS():
         if param is None:
             return func(copy)
-        kept = engine.addressed.get(id(param))
+        kept = reader.addressed.get(id(param))
         if kept is None:
-            if sum(one.untyped_storage().nbytes() for one in engine.addressed.values()) + copy.untyped_storage().nbytes() > _ADDRESSED_MAX:
+            if sum(one.untyped_storage().nbytes() for one in reader.addressed.values()) + copy.untyped_storage().nbytes() > _ADDRESSED_MAX:
                 return func(copy)
-            kept = engine.addressed[id(param)] = copy.as_subclass(_Tensor)
+            kept = reader.addressed[id(param)] = copy.as_subclass(_Tensor)
         if func is _Tensor.data_ptr:
             return kept.untyped_storage().data_ptr() + copy.storage_offset() * copy.element_size()
         return func(kept)
 
 
 def _replaced(what: str, param: Released) -> NotSupported:
-    return NotSupported(f"{what} on {param.engine.name(param)}, whose values are in tiles: {_BEFORE}")
+    return NotSupported(f"{what} on {param.reader.name(param)}, whose values are in tiles: {BEFORE}")
 
 
 class Copied(_Tensor):
@@ -220,7 +244,7 @@ class Origin(NamedTuple):
     # Names it, and says how to change it.
     what: Callable[[], str]
     # Steps, of which a later one makes the copy stale.
-    engine: Any
+    reader: Reader
     steps: int
     param: Optional[nn.Parameter] = None
 
@@ -245,7 +269,7 @@ def by_other_optimizer(name: str) -> Optional[NotSupported]:
 
 
 def _in_tiles(name: Callable[[Any], str], param: nn.Parameter) -> str:
-    return f"{name(param)}, whose values are in tiles: {_BEFORE}"
+    return f"{name(param)}, whose values are in tiles: {BEFORE}"
 
 
 def read_only(result: Any, copies: list[_Tensor]) -> Any:
@@ -279,7 +303,7 @@ def _address(one: _Tensor) -> Optional[int]:
     return one.untyped_storage().data_ptr()
 
 
-def on_copies(engine: Any, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def on_copies(reader: Reader, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `func` with copies in place of released parameters, whose units are in memory. Gradients reach the parameters."""
     copies: dict[int, _Tensor] = {}
     with torch.inference_mode(False):
@@ -287,7 +311,7 @@ def on_copies(engine: Any, params: list[nn.Parameter], func: Callable[..., Any],
             if id(param) not in copies:
                 # Copies of inference mode would not count their changes.
                 copies[id(param)] = copy = param.clone() if torch.is_grad_enabled() and param.requires_grad else param.detach().clone()
-                copy.origin = Origin(functools.partial(_in_tiles, engine.name, param), engine, engine.steps, param)
+                copy.origin = Origin(functools.partial(_in_tiles, reader.name, param), reader, reader.steps, param)
     if func in _GRAPH and len(args) == 2 and args[0] is args[1]:
         # A way to ask for the node that accumulates the gradient: the next one of the copy's.
         return read_only(copies[id(args[0])], list(copies.values()))
@@ -299,7 +323,7 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     """Calls `func`, which takes `copies` and other copies, and refuses what it writes to them."""
     copies = copies + [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Copied)]
     for one in copies:
-        if one.origin.steps != one.origin.engine.steps:
+        if one.origin.steps != one.origin.reader.steps:
             raise NotSupported(
                 f"{getattr(func, '__name__', func)} on values of {one.origin.what().partition(',')[0]} that were read before the last optimizer.step(), and plain "
                 "PyTorch would use the new ones: read them again, or keep a clone() of them"
@@ -315,172 +339,6 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     return read_only(result, copies) if copies else result
 
 
-# Times that a unit comes for which sums are compared: two passes with their backwards.
-_SUMMED_TIMES = 4
-
-
-class Watch:
-    """Notices that a script writes to parameters of a unit while they are in memory: in a forward, in a hook, or where nothing is
-    ever released. Version counters tell, also those of what `param.data` gave. What writes below PyTorch (numpy, kernels of others) changes
-    no counter; sums of the bits tell in the first passes."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._params = unit.params
-        self._versions: list[int] = []
-        # What `param.data` gave since the unit came: it counts its changes by itself.
-        self._given: list[tuple[nn.Parameter, _Tensor]] = []
-        self._on = False
-        # Sums of the parameters' bits when the unit came, and how many times more they are wanted.
-        self._sums: Optional[list[_Tensor]] = None
-        self._sums_left = _SUMMED_TIMES
-
-    def begin(self) -> None:
-        """What is in memory now are the unit's values."""
-        self._versions = list(map(_version, self._params))
-        self._given.clear()
-        self._on = True
-        if self._sums_left and not _observed():
-            self._sums_left -= 1
-            self._sums = _sums(self._params)
-
-    def end(self) -> Optional[nn.Parameter]:
-        """Ends the watch. Returns a parameter that was written since it began, if there is one."""
-        if not self._on:
-            return None
-        self._on = False
-        found = None
-        if self._versions != list(map(_version, self._params)):
-            found = next(param for param, version in zip(self._params, self._versions) if param._version != version)
-        for param, given in self._given:
-            if given._version:
-                found = param
-        self._given.clear()
-        sums, self._sums = self._sums, None
-        if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self._params, sums, _sums(self._params)) if not torch.equal(before, now))
-            found = next(changed, None)
-        return found
-
-    def gave(self, param: nn.Parameter, data: _Tensor) -> None:
-        if self._on:
-            self._given.append((param, data))
-
-    def drop_unheld(self) -> None:
-        """Lets go of what `param.data` gave and nobody else has."""
-        given, self._given = self._given, []
-        for _ in range(len(given)):
-            param, data = given.pop()
-            # This name and the argument.
-            if sys.getrefcount(data) > 2:
-                self._given.append((param, data))
-
-
-def _observed() -> bool:
-    """Whether somebody records or changes the operations that are made, as torch.func and tracers do."""
-    return in_transform() or bool(torch._C._len_torch_dispatch_stack())
-
-
-def _sums(params: list[nn.Parameter]) -> list[_Tensor]:
-    """The sum of each parameter's bits, on its device."""
-    with torch.no_grad(), AS_TENSORS():
-        return [one.detach().view(_BITS[one.element_size()]).sum() for one in params]
-
-
-# Whole numbers of so many bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-# Watches by the id of each parameter of a prepared model.
-_watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionary()
-
-_data = _Tensor.data
-
-
-def watch(unit: Unit) -> Watch:
-    """Begins to notice writes to a unit's parameters."""
-    made = Watch(unit)
-    for param in unit.params:
-        _watches[id(param)] = made
-    if "data" not in nn.Parameter.__dict__:
-        nn.Parameter.data = property(_get_data, _set_data)
-        _wrap_copies()
-    return made
-
-
-def _wrap_copies() -> None:
-    """Lets functions that take tensors below `__torch_function__` take copies of released parameters."""
-    from torch._functorch import eager_transforms, vmap
-
-    sparse = [f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "bsr", "bsc", "compressed")]
-    for owner, name in (
-        *((torch, name) for name in ("tensor", *sparse)),
-        (_Tensor, "new_tensor"),
-        *((torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")),
-        *((eager_transforms, "_wrap_for_grad"), (eager_transforms, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")),
-    ):
-        if hasattr(owner, name):
-            setattr(owner, name, _taking_copies(getattr(owner, name)))
-    for module in (eager_transforms, torch.func):
-        module.functionalize = _functionalize(module.functionalize)
-    if torch.distributed.is_available():
-        for name in _COLLECTIVES:
-            if hasattr(torch.distributed.ProcessGroup, name):
-                setattr(torch.distributed.ProcessGroup, name, _refusing_released(getattr(torch.distributed.ProcessGroup, name)))
-
-
-def _taking_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, which gets copies in place of released parameters, those in lists too."""
-
-    @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if any(map(_has_released, args)) or any(map(_has_released, kwargs.values())):
-            with outside_transforms():
-                args, kwargs = tree_map(_copy, (args, kwargs))
-        return plain(*args, **kwargs)
-
-    return call
-
-
-def _functionalize(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.func.functionalize, whose functions compare what they are given with what they have made of it."""
-    return functools.wraps(plain)(lambda *args, **kwargs: _taking_copies(plain(*args, **kwargs)))
-
-
-def _has_released(one: Any) -> bool:
-    """Whether this is a released parameter, or a list of some. Lists of numbers, which may be long, are told by their first one."""
-    while isinstance(one, (list, tuple)) and one:
-        if isinstance(one[0], _Tensor):
-            return any(isinstance(each, Released) for each in one)
-        one = one[0]
-    return isinstance(one, Released)
-
-
-def _copy(one: Any) -> Any:
-    return one.clone() if isinstance(one, Released) else one
-
-
-# Methods of a process group that move tensors.
-_COLLECTIVES = ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base", "allgather_into_tensor_coalesced")
-_COLLECTIVES += ("allgather_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
-_COLLECTIVES += ("alltoall_base", "alltoall", "send", "recv", "recv_anysource")
-
-
-def _refusing_released(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A process group's method that refuses released parameters."""
-
-    @functools.wraps(plain)
-    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in tree_flatten((args, kwargs))[0]:
-            if isinstance(one, Released):
-                raise NotSupported(
-                    f"torch.distributed's {plain.__name__} of {one.engine.name(one)}, whose values are in tiles: all ranks have the same values already; send a "
-                    "clone() of it to others"
-                )
-        return plain(group, *args, **kwargs)
-
-    return call
-
-
 def outside_transforms() -> ContextManager:
     """Within it, operations are none of the transforms of torch.func that are under way."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -491,32 +349,3 @@ def outside_transforms() -> ContextManager:
 def in_transform() -> bool:
     """Whether a transform of torch.func is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def unwatch(unit: Unit) -> None:
-    """The inverse of `watch`."""
-    for param in unit.params:
-        _watches.pop(id(param), None)
-
-
-def _get_data(param: nn.Parameter) -> _Tensor:
-    data = _data.__get__(param)
-    found = _watches.get(id(param))
-    if found is not None:
-        found.gave(param, data)
-    return data
-
-
-def _set_data(param: nn.Parameter, value: _Tensor) -> None:
-    found = _watches.get(id(param))
-    if found is not None and found._on and not isinstance(param, Released) and value.data_ptr() != param.data_ptr():
-        raise NotSupported(f"assigning .data of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {_BEFORE}")
-    _data.__set__(param, value)
-
-
-def set_data(param: nn.Parameter, value: _Tensor) -> None:
-    """`param.data = value`, for the engine."""
-    with AS_TENSORS():
-        _data.__set__(param, value)
-
-

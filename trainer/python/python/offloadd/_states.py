@@ -31,13 +31,13 @@ def safe_get_full_grad(param: torch.Tensor) -> Optional[torch.Tensor]:
     """The fp32 gradient of the step so far, the mean over the ranks; None where none has come since the last step. Clipping in `step` is not
     in it, the loss scale of fp16 is."""
     run = run_of(param)
-    held = None if run is None else run.engine.held.get(id(param))
+    held = None if run is None else run.engine.gradients.held.get(id(param))
     if held is None or held is not param.grad:
         return None
     if held.value is not None or held.zero:
         return held.clone().float()
     unit, index = _place(run, param)
-    found = Unit.view_of(run.engine.gradients_of(unit), param, unit.offsets[index]).float() * held.scale.cpu()
+    found = Unit.view_of(run.engine.gradients.of_unit(unit), param, unit.offsets[index]).float() * held.scale.cpu()
     return found.to(param.device)
 
 
@@ -67,21 +67,20 @@ def _read(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
     if not unit.trained:
         if name != "master":
             return None
-        with run.engine.gathered(unit):
+        with run.engine.gathering.gathered(unit):
             return param.detach().float().clone()
-    flat = run.read_state(unit)[_number(name)]
+    flat = run.moments.read(unit)[_number(name)]
     return Unit.view_of(flat, param, unit.offsets[index]).clone().to(param.device)
 
 
 def _write(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
     run = run_of(param)
-    if run is None or not run.engine.unit_of[id(param)].trained:
+    if run is None or not run.engine.gathering.unit_of[id(param)].trained:
         raise Error("safe_set_full: the parameter is not trained by an engine of this process: change its values before deepspeed.initialize")
     unit, index = _place(run, param)
-    flats = run.read_state(unit)
+    flats = run.moments.read(unit)
     Unit.view_of(flats[_number(name)], param, unit.offsets[index]).copy_(_shaped(param, value))
-    with run.rewriting([unit]):
-        run.core.rewrite_state(unit.index, [flat.data_ptr() for flat in flats], [index], [index])
+    run.moments.set(unit, index, flats)
 
 
 def _number(name: str) -> int:
@@ -92,7 +91,7 @@ def _number(name: str) -> int:
 
 def _place(run: Any, param: torch.Tensor) -> tuple[Any, int]:
     """The unit of a parameter, and its number there."""
-    unit = run.engine.unit_of[id(param)]
+    unit = run.engine.gathering.unit_of[id(param)]
     return unit, next(index for index, one in enumerate(unit.params) if one is param)
 
 

@@ -98,11 +98,11 @@ def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -
         prepared.append(model)
         run = model.run
         if kept.loaded is not None:
-            kept.write(directory, run.take_random(), run.ranks)
+            kept.write(directory, run.commits.take_random(), run.ranks)
             kept.catch_up(run, directory)
             # The scheduler that the Trainer made; one that the engine made is there already.
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])
-            run.restore_groups()
+            run.commits.restore_groups()
         else:
             # Each rank writes the same.
             begun.compute_steps(trainer.args, max_steps)

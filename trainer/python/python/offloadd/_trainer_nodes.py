@@ -52,7 +52,7 @@ def bring_checkpoints(trainer: Any, settings: Settings, resumes: bool, checkpoin
             _bring(ranks, settings, path.with_name(Path(best).name))
         return False, str(path)
     finally:
-        ranks.close()
+        ranks.meetings.close()
 
 
 def _exchange_random_states(trainer: Any) -> None:

@@ -58,7 +58,7 @@ class Unit:
     start: int = 0
     # Gradients of this backward that are not handed over yet.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    # Notices writes to the parameters while they are in memory: a `Watch` of _released.py.
+    # Notices writes to the parameters while they are in memory: a `Watch` of _watch.py.
     watch: Any = None
 
     def __repr__(self) -> str:

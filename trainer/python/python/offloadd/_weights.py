@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Union
 import torch
 from torch import nn
 
-from ._engine import Engine
 from ._errors import Error, NotSupported
+from ._gathering import Gathering
 from ._units import Unit
 
 # Names of types in safetensors' files.
@@ -31,14 +31,14 @@ Convert = Callable[[State], State]
 class Blocks:
     """A model's state by the units that come together: what is in no unit comes with the last of them."""
 
-    def __init__(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        self.engine, self.state = engine, state
+    def __init__(self, gathering: Gathering, state: Mapping[str, Any]) -> None:
+        self.gathering, self.state = gathering, state
         self.tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        together = engine.together
+        together = gathering.together
         block_of = {unit: index for index, units in enumerate(together) for unit in units}
         self.names: list[list[str]] = [[] for _ in together]
         for name, value in self.tensors.items():
-            unit = engine.unit_of.get(id(value))
+            unit = gathering.unit_of.get(id(value))
             self.names[block_of[unit] if unit else -1].append(name)
 
     def shapes(self) -> State:
@@ -49,8 +49,8 @@ class Blocks:
     def values(self, block: int) -> Iterator[State]:
         """The state of one block, in memory meanwhile."""
         with contextlib.ExitStack() as stack:
-            for unit in self.engine.together[block]:
-                stack.enter_context(self.engine.gathered(unit))
+            for unit in self.gathering.together[block]:
+                stack.enter_context(self.gathering.gathered(unit))
             yield {name: self.tensors[name].detach() for name in self.names[block]}
 
     def copies(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Blocks:
             with self.values(block) as values:
                 for name, value in values.items():
                     key = id(self.tensors[name])
-                    if key in self.engine.unit_of and key not in copied:
+                    if key in self.gathering.unit_of and key not in copied:
                         copied[key] = value.clone()
                     found[name] = copied.get(key, value)
         return found
@@ -103,6 +103,17 @@ def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Ma
         part.unlink(missing_ok=True)
 
 
+def write_weights(gathering: Gathering, path: Union[str, os.PathLike]) -> None:
+    """Writes the model's state to one file under the names of its state_dict. Of several names of one parameter the first is written."""
+    blocks = Blocks(gathering, gathering.model.state_dict(keep_vars=True))
+    shapes, seen = {}, set()
+    for name, shape in blocks.shapes().items():
+        if id(blocks.tensors[name]) not in seen:
+            seen.add(id(blocks.tensors[name]))
+            shapes[name] = shape
+    write_safetensors(path, shapes, {"format": "pt"}, blocks, lambda state: state)
+
+
 def _names_by_block(blocks: Blocks, convert: Convert) -> list[set[str]]:
     shapes = blocks.shapes()
     return [set(convert({name: shapes[name] for name in names})) for names in blocks.names]
@@ -117,47 +128,47 @@ def _write(file: Any, value: torch.Tensor, shape: torch.Tensor) -> None:
         file.write((ctypes.c_char * bytes_).from_address(value.data_ptr()))
 
 
-def stream_save_pretrained(model: nn.Module, engine: Engine) -> None:
+def stream_save_pretrained(model: nn.Module, gathering: Gathering) -> None:
     """Replaces the `save_pretrained` of a Hugging Face or PEFT model by one that has the weights of one block in memory."""
     transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
-        model.save_pretrained = _save_adapters(model, engine, model.save_pretrained)
+        model.save_pretrained = _save_adapters(model, gathering, model.save_pretrained)
     elif transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        model.save_pretrained = _save_by_blocks(model, engine, model.save_pretrained)
+        model.save_pretrained = _save_by_blocks(model, gathering, model.save_pretrained)
 
 
-def _save_adapters(model: nn.Module, engine: Engine, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _save_adapters(model: nn.Module, gathering: Gathering, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = trained_state(model, engine)
+            kwargs["state_dict"] = trained_state(model, gathering)
         return plain(*args, **kwargs)
 
     return save_pretrained
 
 
-def trained_state(model: nn.Module, engine: Engine) -> State:
+def trained_state(model: nn.Module, gathering: Gathering) -> State:
     """Copies of what is trained, by its names in the model's state, and of what is in no unit."""
     names: dict[Optional[Unit], list[str]] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
-        names.setdefault(engine.unit_of.get(id(value)), []).append(name)
+        names.setdefault(gathering.unit_of.get(id(value)), []).append(name)
     found = {name: state[name].detach().clone() for name in names.pop(None, ())}
     for unit, of_unit in names.items():
         if unit.trained:
-            with engine.gathered(unit):
+            with gathering.gathered(unit):
                 found.update((name, state[name].detach().clone()) for name in of_unit)
     return found
 
 
-def _save_by_blocks(model: nn.Module, engine: Engine, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _save_by_blocks(model: nn.Module, gathering: Gathering, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save_pretrained(save_directory: Union[str, os.PathLike], *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is not None or len(args) > 1 or getattr(model, "_hf_peft_config_loaded", False):
             return plain(save_directory, *args, **kwargs)
         from transformers import modeling_utils
 
-        blocks = Blocks(engine, model.state_dict(keep_vars=True))
+        blocks = Blocks(gathering, model.state_dict(keep_vars=True))
         convert = _reverted(model) if kwargs.get("save_original_format", True) else _same
         write = lambda shapes, path, metadata=None: write_safetensors(path, shapes, metadata or {}, blocks, convert)
         split = modeling_utils.split_torch_state_dict_into_shards
@@ -230,10 +241,10 @@ def recording(params: Iterable[nn.Parameter]) -> Iterator[dict[int, torch.Tensor
             param.__class__ = before
 
 
-def sources_of(engine: Engine, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
+def sources_of(gathering: Gathering, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
     """Runs a plain `load_state_dict`. Returns what it would have copied to each parameter, by id, and its answer; buffers it
     has copied."""
-    with recording(engine.params) as copied:
+    with recording(gathering.params) as copied:
         return copied, load()
 
 
@@ -241,12 +252,12 @@ class PartsLoaded:
     """Lets `load_state_dict` of a part of a model, or of a module around it, reach the tiles: what PyTorch copies to parameters is
     remembered, and given to them all when the outermost module of the model has been loaded."""
 
-    def __init__(self, engine: Engine, check: Callable[[], None], give: Callable[[dict[int, torch.Tensor]], None]) -> None:
-        self._engine, self._check, self._give = engine, check, give
+    def __init__(self, gathering: Gathering, check: Callable[[], None], give: Callable[[dict[int, torch.Tensor]], None]) -> None:
+        self._gathering, self._check, self._give = gathering, check, give
         # Modules within the outermost one that is being loaded, itself first.
         self._within: list[int] = []
         self._sources: dict[int, torch.Tensor] = {}
-        self._modules, self._handles = list(engine.model.modules()), []
+        self._modules, self._handles = list(gathering.model.modules()), []
         for module in self._modules:
             vars(module)["_load_from_state_dict"] = functools.partial(self._load, module, module._load_from_state_dict)
             self._handles.append(module.register_load_state_dict_post_hook(self._loaded))
@@ -254,10 +265,10 @@ class PartsLoaded:
             module._load_state_dict_post_hooks.move_to_end(self._handles[-1].id, last=False)
 
     def _load(self, module: nn.Module, plain: Callable[..., None], state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
-        if isinstance(self._engine.params[0], Loading):
+        if isinstance(self._gathering.params[0], Loading):
             # The whole model is being loaded.
             return plain(state, prefix, metadata, *rest)
-        params = [param for param in module._parameters.values() if param is not None and id(param) in self._engine.unit_of]
+        params = [param for param in module._parameters.values() if param is not None and id(param) in self._gathering.unit_of]
         if id(module) not in self._within:
             self._check()
             self._within, self._sources = list(map(id, module.modules())), {}
@@ -278,33 +289,6 @@ class PartsLoaded:
         for module, handle in zip(self._modules, self._handles):
             vars(module).pop("_load_from_state_dict", None)
             handle.remove()
-
-
-def rewrite(run: Any, sources: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
-    """Gives parameters of a run other values, a unit at a time, and commits all of them at once. Moments stay."""
-    engine = run.engine
-    for unit in engine.units:
-        changed = [param for param in unit.params if id(param) in sources]
-        if unit.trained or not changed:
-            continue
-        with engine.gathered(unit):
-            for param in changed:
-                if not torch.equal(param.detach(), sources[id(param)].to(param.dtype)):
-                    raise NotSupported(
-                        f"{names[id(param)]} is frozen, and frozen parameters are written once: load other values before offloadd.prepare, "
-                        "with another run_dir"
-                    )
-    units = [unit for unit in engine.units if unit.trained and any(id(param) in sources for param in unit.params)]
-    if not units:
-        return
-    with run.rewriting(units):
-        for unit in units:
-            flat = torch.zeros(unit.elems, dtype=unit.dtype)
-            changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
-            for index in changed:
-                with torch.no_grad():
-                    Unit.view_of(flat, unit.params[index], unit.offsets[index]).copy_(sources[id(unit.params[index])])
-            run.core.rewrite(unit.index, flat.data_ptr(), changed)
 
 
 # Models built without memory

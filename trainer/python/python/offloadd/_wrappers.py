@@ -29,7 +29,7 @@ def remember(run: Any) -> None:
 def is_prepared(params: Iterable[torch.Tensor]) -> bool:
     """Whether an open run has some of the parameters."""
     found = set(map(id, params))
-    return any(not found.isdisjoint(run.engine.unit_of) for run in _runs if not run.closed)
+    return any(not found.isdisjoint(run.engine.gathering.unit_of) for run in _runs if not run.closed)
 
 
 def bare_model(model: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._config import Config, settings_of
+from ._deepspeed_ranks import answering, init_distributed
 from ._errors import Error, NotSupported
 from ._run import Run
 from ._units import Unit
@@ -40,7 +41,7 @@ def unused_dir(directory: Path) -> Path:
 
 def run_of(param: torch.Tensor) -> Optional[Run]:
     """The run that has a parameter; None where none has."""
-    return next((run for run in list(_runs) if not run.closed and id(param) in run.engine.unit_of), None)
+    return next((run for run in list(_runs) if not run.closed and id(param) in run.engine.gathering.unit_of), None)
 
 
 class Init:
@@ -72,8 +73,6 @@ class Init:
         self._before: list[Any] = []
 
     def __enter__(self) -> "Init":
-        from ._deepspeed import answering, init_distributed
-
         answering()
         if not self._enabled:
             return self
@@ -133,10 +132,10 @@ def GatheredParameters(
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
     with contextlib.ExitStack() as stack:
-        found = [(run, run.engine.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
+        found = [(run, run.engine.gathering.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
         for run, units in found:
             for unit in units:
-                stack.enter_context(run.engine.pinned(unit))
+                stack.enter_context(run.engine.gathering.pinned(unit))
         uses = {unit: _uses(unit) for _, units in found for unit in units}
         yield
         for unit, before in uses.items():
@@ -145,8 +144,8 @@ def GatheredParameters(
                 unit.move(unit.flat.clone(), copy=False)
         if modifier_rank is not None:
             for run, units in found:
-                run.keep_changes(units)
-            _share([param for param in wanted if not any(id(param) in run.engine.unit_of for run, _ in found)])
+                run.rewriting.keep_changes(units)
+            _share([param for param in wanted if not any(id(param) in run.engine.gathering.unit_of for run, _ in found)])
 
 
 def _uses(unit: Unit) -> int:

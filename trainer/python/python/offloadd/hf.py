@@ -56,7 +56,7 @@ def attach(
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         resumes = kept.loaded is not None
         if resumes:
-            kept.write(resume_dir, run.take_random(), run.ranks)
+            kept.write(resume_dir, run.commits.take_random(), run.ranks)
             kept.catch_up(run, resume_dir)
         elif resume_from_checkpoint is True and not has_checkpoint(trainer.args.output_dir):
             # The first start of a script that always asks.
@@ -73,26 +73,26 @@ def attach(
             original["_load_from_checkpoint"](checkpoint, model)
 
     def save_optimizer_and_scheduler(output_dir: str) -> None:
-        save_checkpoint(run, Path(output_dir), TILES, {}, save_latest=False)
+        save_checkpoint(run.commits, Path(output_dir), TILES, {}, save_latest=False)
         if trainer.args.should_save:
             torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def load_optimizer_and_scheduler(checkpoint: Optional[str]) -> None:
         if checkpoint is not None and Path(checkpoint) == resume_dir:
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])
-            run.restore_groups()
+            run.commits.restore_groups()
         elif checkpoint is not None and (Path(checkpoint) / TILES).exists():
             before = kept.loaded
-            load_checkpoint(run, Path(checkpoint), TILES)
+            load_checkpoint(run.commits, Path(checkpoint), TILES)
             # The Trainer reads its own state itself.
             kept.loaded = before
             trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
-            run.restore_groups()
+            run.commits.restore_groups()
         else:
             original["_load_optimizer_and_scheduler"](checkpoint)
 
     def load_best_model() -> None:
-        run.allow_load_state_dict()
+        run.rewriting.allow()
         original["_load_best_model"]()
 
     trainer.train = train
@@ -164,7 +164,7 @@ class TrainerProgress:
             trainer._total_loss_scalar -= loaded["loss"]
             trainer._globalstep_last_logged = loaded["logged"]
             if loaded["asked"]:
-                set_random_state(run.resumed_random)
+                set_random_state(run.commits.resumed_random)
                 for name in _ASKED:
                     setattr(trainer.control, name, name in loaded["asked"])
                 names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")

@@ -149,7 +149,7 @@ class Strategy(DDPStrategy):
             return
         run, trainer = self._run, self.lightning_module.trainer
         if "optimizer_states" not in checkpoint:
-            whole = lambda: {**checkpoint, "state_dict": Blocks(run.engine, checkpoint["state_dict"]).copies()}
+            whole = lambda: {**checkpoint, "state_dict": Blocks(run.engine.gathering, checkpoint["state_dict"]).copies()}
             run.on_first(lambda: super(Strategy, self).save_checkpoint(whole(), filepath, storage_options))
             return
         positions = [loader.position(trainer.is_last_batch) for loader in self._loaders()]
@@ -163,7 +163,7 @@ class Strategy(DDPStrategy):
             return name
 
         path = Path(filepath)
-        save_checkpoint(run, path.parent, path.name, {"ranks": run.ranks.count}, save_latest=False, add=add, weights=_WEIGHTS)
+        save_checkpoint(run.commits, path.parent, path.name, {"ranks": run.ranks.count}, save_latest=False, add=add, weights=_WEIGHTS)
 
     def remove_checkpoint(self, filepath: Union[str, os.PathLike]) -> None:
         run, path = self._run, Path(filepath)
@@ -185,7 +185,7 @@ class Strategy(DDPStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         rank = 0
         if self._is_open():
-            _, kept = load_checkpoint(self._run, path.parent, path.name)
+            _, kept = load_checkpoint(self._run.commits, path.parent, path.name)
             rank = self._run.ranks.rank if kept["ranks"] == self._run.ranks.count else 0
         checkpoint = torch.load(io.BytesIO(read_file(path, f"lightning.{rank}.pt")), weights_only=bool(weights_only))
         where = checkpoint.pop("offloadd")

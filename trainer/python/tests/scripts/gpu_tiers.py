@@ -50,7 +50,7 @@ def train(dtype, gradients, device, **own):
                 model.load_state_dict(halves, strict=False)
         # The order of the last passes is a known one: it is announced at once, units come ahead.
         found += [value.clone() for value in model.state_dict().values()]
-        ahead = run.engine.memory.ahead
+        ahead = run.engine.gathering.memory.ahead
     return found, ahead
 
 

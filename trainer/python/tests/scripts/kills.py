@@ -3,31 +3,34 @@
 import os
 import signal
 
+import offloadd._commits
 import offloadd._engine
+import offloadd._layout
 import offloadd._run
 import offloadd._state
 
-RUN, ENGINE = offloadd._run.Run, offloadd._engine.Engine
+RUN, COMMITS, ENGINE = offloadd._run.Run, offloadd._commits.Commits, offloadd._engine.Engine
+GATHERING, GRADIENTS = offloadd._engine.Gathering, offloadd._engine.Gradients
 
 # Name to the owner of a function, its name, and whether the kill comes before or after it.
 POINTS = {
     # The tiles are there and have no content.
-    "opened": (RUN, "_note_step", "before"),
+    "opened": (COMMITS, "note_step", "before"),
     # The first content is committed, and the file that tells the layout is not written.
-    "initialized": (offloadd._run, "write_private", "before"),
+    "initialized": (offloadd._layout, "write_private", "before"),
     "forward": (ENGINE, "_before_forward", "after"),
-    "gathering": (ENGINE, "gather", "before"),
+    "gathering": (GATHERING, "gather", "before"),
     "backward": (ENGINE, "_before_backward", "after"),
-    "handing over": (ENGINE, "_hand_over", "before"),
-    "handed over": (ENGINE, "_hand_over", "after"),
+    "handing over": (GRADIENTS, "hand_over", "before"),
+    "handed over": (GRADIENTS, "hand_over", "after"),
     # The update is ordered, and nothing of the step is noted.
-    "stepped": (RUN, "_note_step", "before"),
+    "stepped": (COMMITS, "note_step", "before"),
     # Between the step and what is committed with it.
-    "noted": (RUN, "_note_step", "after"),
-    "sealing": (offloadd._run, "to_blob", "before"),
+    "noted": (COMMITS, "note_step", "after"),
+    "sealing": (offloadd._commits, "to_blob", "before"),
     "state written": (os, "replace", "before"),
     "state named": (os, "replace", "after"),
-    "sealed": (RUN, "_seal", "after"),
+    "sealed": (COMMITS, "seal", "after"),
     "closing": (RUN, "close", "before"),
     "closed": (RUN, "close", "after"),
 }

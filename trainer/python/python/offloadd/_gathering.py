@@ -1,0 +1,233 @@
+"""Brings the units of a model to memory and releases them, in the order that the engine has been told.
+
+A unit's storage is resized to nothing and back; parameters stay views of it, so whatever autograd saved of a weight is right again when
+the unit comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Callable, Iterator, Optional, TypeVar
+
+import torch
+from torch import nn
+
+from ._errors import Error, NotSupported
+from ._forwards import Forwards
+from ._memory import HostMemory, Memory
+from ._order import Order
+from ._ranks import Ranks
+from ._released import in_transform, outside_transforms
+from ._units import Unit
+from ._watch import watch
+
+T = TypeVar("T")
+
+# Action of several ranks while one of them reads or writes weights.
+_LEADS = "save weights"
+
+
+class Gathering:
+    """The units of one model, some of which are in memory."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool, ranks: Ranks, forwards: Forwards) -> None:
+        self.model, self.units, self.keep, self.ranks, self.forwards = model, units, keep, ranks, forwards
+        # What the engine does, and what the model needs: the same where nothing comes ahead.
+        self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
+        self.params = [param for unit in units for param in unit.params]
+        self.unit_of = {id(param): unit for unit in units for param in unit.params}
+        # Units by the module with which they come and go.
+        self.of_module: dict[nn.Module, list[Unit]] = {model: []}
+        for unit in units:
+            self.of_module.setdefault(modules[unit.index], []).append(unit)
+            unit.watch = watch(unit)
+        # The same in the units' order.
+        self.together = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
+        # Whether the other ranks bring what this one reads, without a script's telling them.
+        self.leads = False
+        # Whether the run has ended and its tiles are gone.
+        self.ended = False
+        # A parameter that a script has written while it was in memory.
+        self._written: Optional[nn.Parameter] = None
+        # The class that notices the use of a released parameter.
+        self.released: type = nn.Parameter
+        self.memory: Memory = HostMemory(core, units)
+
+    def gather(self, unit: Unit, record: bool = True) -> None:
+        """Brings the unit's newest parameters to where they belong."""
+        if unit.here and (unit.fresh or not self.keep):
+            self._open(unit)
+            return
+        if self.ended:
+            raise Error(
+                "the run is closed, and the values of the parameters went with it: call close(keep=True), or read them before; without keep they stay if "
+                "they take half of the available host memory at most"
+            )
+        if in_transform():
+            with outside_transforms():
+                return self.gather(unit, record)
+        began = time.perf_counter()
+        if unit.here:
+            self._note_written(unit)
+        if self.leads:
+            self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
+        if record:
+            self.needs.next((False, unit.index))
+        deviates = self._expect(unit, record)
+        if record:
+            for index in self.needs.gathers(self.memory.ahead):
+                if not self.units[index].here:
+                    self._expect(self.units[index])
+        self.memory.ready(unit)
+        self.ranks.transfers.gather(unit, self.forwards.position, changed=not unit.fresh)
+        if deviates:
+            self.order.waited_s += time.perf_counter() - began
+        unit.expected, unit.fresh, unit.here = False, True, True
+        self._open(unit)
+        unit.watch.begin()
+
+    def _open(self, unit: Unit) -> None:
+        if unit.guarded:
+            for param in unit.params:
+                param.__class__ = nn.Parameter
+            unit.guarded = False
+
+    def open_for_good(self, unit: Unit) -> None:
+        """Makes the parameters of a unit plain ones, whose memory is not the engine's any more."""
+        self._open(unit)
+        unit.here = True
+
+    def guard(self, unit: Unit) -> None:
+        """Sees to it that uses of the unit's parameters are noticed."""
+        if not unit.guarded and not self.keep:
+            for param in unit.params:
+                param.__class__ = self.released
+            unit.guarded = True
+
+    def _expect(self, unit: Unit, record: bool = True) -> bool:
+        """Begins to bring the unit, unless it is on its way. Returns whether the order did not foresee it."""
+        if unit.expected:
+            return False
+        deviates = bool((self.order.next if record else self.order.outside)((False, unit.index)))
+        self.memory.expect(unit)
+        unit.expected = True
+        return deviates
+
+    def release(self, unit: Unit) -> None:
+        """Gives the unit's memory back, unless it is pinned and not stale."""
+        if not self.keep and (unit.here or unit.expected) and not (unit.pins and unit.fresh):
+            self._note_written(unit)
+            self.take_away(unit)
+
+    def take_away(self, unit: Unit) -> None:
+        """Gives the unit's memory back, whatever is kept and whatever was written there."""
+        unit.watch.end()
+        self.memory.release(unit)
+        self.guard(unit)
+        unit.here = unit.expected = False
+
+    @contextlib.contextmanager
+    def room(self, unit: Unit) -> Iterator[None]:
+        """The unit's memory, for new values; it is released afterwards if it was."""
+        absent = not unit.here
+        if absent:
+            unit.flat.untyped_storage().resize_(unit.bytes)
+            unit.here = True
+            self._open(unit)
+        try:
+            yield
+        finally:
+            if absent:
+                self.release(unit)
+
+    @contextlib.contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """The unit's parameters; they are released afterwards if they were, within a forward together with the module that is under
+        way."""
+        absent = not unit.here
+        self.gather(unit, record=bool(self.forwards))
+        if absent and self.forwards:
+            self.forwards.release_with_innermost([unit])
+        try:
+            yield
+        finally:
+            if absent and not self.forwards:
+                self.release(unit)
+
+    @contextlib.contextmanager
+    def pinned(self, unit: Unit) -> Iterator[None]:
+        """The unit's parameters, which stay in memory through passes of the model until they change."""
+        with self.gathered(unit):
+            unit.pins += 1
+            try:
+                yield
+            finally:
+                unit.pins -= 1
+
+    def units_with(self, params: list[torch.Tensor]) -> list[Unit]:
+        """The units that have some of `params`."""
+        return list(dict.fromkeys(self.unit_of[id(param)] for param in params if id(param) in self.unit_of))
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """On the first rank, reads parameters meanwhile that the others `follow` to bring."""
+        self.leads = True
+        try:
+            yield
+        finally:
+            self.leads = False
+            if not self.ranks.meetings.broken:
+                self.ranks.first_bytes(_LEADS, b"")
+
+    def follow(self) -> None:
+        """Brings this rank's parts of what the first rank reads."""
+        while index := self.ranks.first_bytes(_LEADS, b""):
+            with self.gathered(self.units[int.from_bytes(index, "little")]):
+                pass
+
+    def on_first(self, work: Callable[[], T]) -> Optional[T]:
+        """Does `work`, which may read any parameter, on the first rank, and returns what it returned there. All ranks must call it."""
+        if not self.ranks.first:
+            return self.follow()
+        if self.ranks.count == 1 or self.leads:
+            return work()
+        with self.leading():
+            return work()
+
+    def release_all(self) -> None:
+        """Gives back what is still here, after a pass that did not end in order too."""
+        for unit in self.units:
+            self.release(unit)
+
+    def refresh(self) -> None:
+        """Brings every unit up to date, where nothing is released and a script may look at any parameter."""
+        for unit in self.units:
+            self.gather(unit, record=False)
+
+    def name(self, param: torch.Tensor) -> str:
+        """The name of a parameter in the model."""
+        return next((name for name, one in self.model.named_parameters() if one is param), f"a parameter of shape {tuple(param.shape)}")
+
+    def _note_written(self, unit: Unit) -> None:
+        found = unit.watch.end()
+        if found is not None:
+            self._written = found
+
+    def refuse_writes(self) -> None:
+        """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it."""
+        for unit in self.units:
+            if unit.here:
+                self._note_written(unit)
+                unit.watch.begin()
+        self.refuse_noted()
+
+    def refuse_noted(self) -> None:
+        if self._written is None:
+            return
+        param, self._written = self._written, None
+        raise NotSupported(
+            f"{self.name(param)} was changed in place while it was in memory, in a forward or a hook, and its tiles do not have the change: only "
+            "optimizer.step() changes weights. Compute with a changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or "
+            "replace weights between steps: run.load_state_dict({name: value}, strict=False)"
+        )

@@ -1,0 +1,68 @@
+"""Names, shapes and kinds of the parameters in a run's units, which a later start must have too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ._config import Settings
+from ._errors import LayoutChanged
+from ._run_dir import LAYOUT, check_moments, write_private
+from ._units import Unit
+
+
+class Layout:
+    """That of one model."""
+
+    def __init__(self, model: nn.Module, units: list[Unit]) -> None:
+        # All names of a parameter, by its id.
+        self.names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(param), []).append(name)
+        # The number of a parameter among all of the units.
+        self.index_of = {id(param): index for index, param in enumerate(param for unit in units for param in unit.params)}
+        # As it is stored.
+        self.units = [[[self.names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in units]
+
+    def check_dir(self, run_dir: Path, settings: Settings, resume: bool) -> None:
+        """Refuses a directory with the run of another model. Without drives nothing is left of an earlier run that this one begins anew."""
+        if (run_dir / LAYOUT).exists() and (resume or settings.device == "nvme"):
+            self.check(json.loads((run_dir / LAYOUT).read_text()), run_dir)
+            if settings.device == "nvme":
+                check_moments(run_dir, settings)
+
+    def write(self, run_dir: Path) -> None:
+        write_private(run_dir / LAYOUT, json.dumps(self.units))
+
+    def check(self, kept: list, where: Any) -> None:
+        """Refuses the units `kept` of another model: parameters of other names, shapes or types, others that are frozen, or other groups
+        of them."""
+        before = [(name, tuple(shape), kind) for unit in kept for name, shape, kind in unit]
+        now = [(name, tuple(shape), kind) for unit in self.units for name, shape, kind in unit]
+        kinds = {(name, shape): kind for name, shape, kind in now}
+        for name, shape, old_kind in before:
+            kind = kinds.get((name, shape), old_kind)
+            if kind != old_kind:
+                raise LayoutChanged(
+                    f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
+                    "types, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                )
+        for (old_name, old_shape, _), (name, shape, _) in zip(before, now):
+            if (old_name, old_shape) != (name, shape):
+                raise LayoutChanged(
+                    f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; use the model "
+                    "it was begun with, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                )
+        if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.units]:
+            raise LayoutChanged(
+                f"{where}: it was begun with {len(before)} parameters in {len(kept)} units, and the model has {len(now)} in "
+                f"{len(self.units)}, or divides them otherwise; use the model and offloadd.units it was begun with, or name another run_dir "
+                "(for Hugging Face's Trainer another output_dir)"
+            )
+
+
+def _kind_of(unit: Unit) -> str:
+    return ("trained in " if unit.trained else "frozen in ") + str(unit.dtype).removeprefix("torch.")

@@ -1,0 +1,195 @@
+"""Moments of parameters: read from tiles in PyTorch's form when somebody asks for them, and loaded from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Iterator, Optional
+
+import torch
+from torch import nn
+
+from . import _offloadd
+from ._commits import Commits
+from ._errors import Error, NotSupported
+from ._plan import bytes_text
+from ._released import Copied, Origin
+from ._rewriting import Rewriting
+from ._units import Unit
+
+# Key of an fp32 master in the state of a 16-bit parameter, which plain PyTorch does not have.
+MASTER = "master_param"
+
+# Moments of a parameter in PyTorch's form.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+ParamStates = dict[int, dict[str, Any]]
+
+
+class Moments:
+    """Those of one run."""
+
+    def __init__(self, commits: Commits, rewriting: Rewriting) -> None:
+        self._commits, self._rewriting = commits, rewriting
+        self.gathering, self.reading = commits.engine.gathering, commits.engine.reading
+
+    def params(self) -> list[nn.Parameter]:
+        """The optimizer's parameters that were updated."""
+        groups = (param for group in self._commits.optimizer.param_groups for param in group["params"])
+        return [param for param in groups if self.updates_of(param)]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all moments, and of the masters that go with them."""
+        return sum(param.numel() * (8 if param.dtype == torch.float32 else 12) for param in self.params())
+
+    def updates_of(self, param: torch.Tensor) -> int:
+        """Updates so far of a parameter."""
+        return self._commits.updates.get(self._commits.layout.index_of.get(id(param), -1), 0)
+
+    def read(self, unit: Unit) -> list[torch.Tensor]:
+        """Masters, momentum and variance of a trained unit in fp32, in host memory. All ranks must call it."""
+        flats, ranks = _fp32_like(unit), self._commits.ranks
+        ranks.meet(f"read the moments of {unit.name}")
+        self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
+        self.gathering.order.forget_rest()
+        for flat in flats:
+            ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
+        return flats
+
+    def load(self, states: ParamStates) -> None:
+        """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
+        commits, gathering = self._commits, self.gathering
+        _check(states, commits.layout.names, {id(param): param.shape for param in gathering.params})
+        units = [unit for unit in gathering.units if unit.trained]
+        commits.seal()
+        present = {}
+        for unit in units:
+            if any(MASTER in states.get(id(param), ()) for param in unit.params):
+                with gathering.gathered(unit):
+                    present[unit] = unit.flat.to("cpu", copy=True)
+        commits.updates = {commits.layout.index_of[key]: int(state["step"]) for key, state in states.items()}
+        with self._rewriting.committing(units, "moments"):
+            for unit in units:
+                flats, exact = _fp32_like(unit), []
+                for index, param in enumerate(unit.params):
+                    if id(param) in states and _fill(flats, unit, index, states[id(param)], present.get(unit)):
+                        exact.append(index)
+                commits.core.rewrite_state(unit.index, [flat.data_ptr() for flat in flats], list(range(len(unit.params))), exact)
+        commits.engine.stale()
+
+    def set(self, unit: Unit, index: int, flats: list[torch.Tensor]) -> None:
+        """Gives the parameter `index` of a unit the master and moments in `flats`, which are as `read` gives them."""
+        with self._rewriting.weights([unit]):
+            self._commits.core.rewrite_state(unit.index, [flat.data_ptr() for flat in flats], [index], [index])
+
+
+def _fp32_like(unit: Unit) -> list[torch.Tensor]:
+    """Room for masters, momentum and variance of a unit."""
+    return [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)]
+
+
+def _fill(flats: list[torch.Tensor], unit: Unit, index: int, state: dict[str, Any], present: Optional[torch.Tensor]) -> bool:
+    """Copies a parameter's state to its place in `flats`. Returns whether it has a master that belongs to the values `present`."""
+    param, offset, (masters, *moments) = unit.params[index], unit.offsets[index], flats
+    for flat, name in zip(moments, MOMENTS):
+        Unit.view_of(flat, param, offset).copy_(state[name])
+    master = state.get(MASTER)
+    # Weights that were loaded since the state was saved have masters of their own.
+    if master is None or not torch.equal(Unit.view_of(present, param, offset), master.to("cpu", param.dtype)):
+        return False
+    Unit.view_of(masters, param, offset).copy_(master)
+    return True
+
+
+class ParamState(dict):
+    """The state of one parameter, to read."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise no_write("a parameter's state in optimizer.state")
+
+    __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = __ior__ = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, ({name: plain(value) for name, value in self.items()},)
+
+
+class States(Mapping):
+    """`optimizer.state`: the parameters that were updated, with their moments. Each unit is read when one of its parameters is asked for; all
+    ranks must ask."""
+
+    def __init__(self, moments: Moments) -> None:
+        self._moments = moments
+        self._read: Optional[tuple[Unit, list[torch.Tensor]]] = None
+
+    def __len__(self) -> int:
+        return len(self._moments.params())
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._moments.params())
+
+    def __contains__(self, param: Any) -> bool:
+        return any(param is one for one in self._moments.params())
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        moments, gathering, reading = self._moments, self._moments.gathering, self._moments.reading
+        updates = moments.updates_of(param)
+        if not updates:
+            return ParamState()
+        unit = gathering.unit_of[id(param)]
+        if self._read is None or self._read[0] is not unit:
+            self._read = unit, moments.read(unit)
+        offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
+        values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
+        copies = [one.as_subclass(Copied) for one in (torch.tensor(float(updates)), *values)]
+        for one in copies:
+            what = lambda: f"optimizer.state of {gathering.name(param)}, which is read from tiles: use optimizer.load_state_dict"
+            one.origin = Origin(what, reading, reading.steps)
+        step, master, *others = copies
+        found = {"step": step, **dict(zip(MOMENTS, others))}
+        if param.dtype != torch.float32:
+            found[MASTER] = master
+        return ParamState(found)
+
+    def __setitem__(self, *_: Any, **__: Any) -> Any:
+        raise no_write("optimizer.state")
+
+    clear = pop = popitem = update = setdefault = __delitem__ = __setitem__
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise NotSupported("optimizer.state lies in tiles: save optimizer.state_dict()")
+
+
+def _check(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size]) -> None:
+    """Refuses states to load, by the id of their parameter, that no AdamW wrote."""
+    for key, state in states.items():
+        if key not in shapes:
+            raise Error("the optimizer's state has a parameter that is not in the run: load the state of this model's optimizer")
+        if not {"step", *MOMENTS} <= state.keys() or "max_exp_avg_sq" in state:
+            raise NotSupported(
+                f"the state of {names[key][0]} has {', '.join(map(str, state))}, and AdamW's has step, exp_avg and exp_avg_sq: load the state of an AdamW "
+                "without amsgrad"
+            )
+        for name in MOMENTS:
+            if state[name].shape != shapes[key]:
+                raise Error(
+                    f"{name} of {names[key][0]} has the shape {tuple(state[name].shape)}, and the parameter has {tuple(shapes[key])}: load the state of "
+                    "this model's optimizer"
+                )
+
+
+def check_room(bytes_: int, what: str) -> None:
+    """Refuses what does not fit into the host's memory."""
+    available = _offloadd.host_available_bytes()
+    if available is not None and bytes_ > available:
+        raise Error(
+            f"{what} takes {bytes_text(bytes_)} of host memory, and {bytes_text(available)} are available: use run.save_checkpoint(directory), which "
+            "needs none"
+        )
+
+
+def no_write(what: str) -> NotSupported:
+    return NotSupported(f"{what} is read from tiles, and changing it would change nothing: use optimizer.load_state_dict")
+
+
+def plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, Copied) else value

@@ -1,0 +1,95 @@
+"""Functions of torch that reach a tensor's memory below `__torch_function__`: they take copies of released parameters, or refuse them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ._errors import NotSupported
+from ._released import Released, outside_transforms
+
+_Tensor = torch.Tensor
+
+# Whether the functions are wrapped.
+_done = False
+
+
+def take_copies() -> None:
+    """Lets functions that take tensors below `__torch_function__` take copies of released parameters. A second call does nothing."""
+    global _done
+    if _done:
+        return
+    _done = True
+    from torch._functorch import eager_transforms, vmap
+
+    sparse = [f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "bsr", "bsc", "compressed")]
+    for owner, name in (
+        *((torch, name) for name in ("tensor", *sparse)),
+        (_Tensor, "new_tensor"),
+        *((torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")),
+        *((eager_transforms, "_wrap_for_grad"), (eager_transforms, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _taking_copies(getattr(owner, name)))
+    for module in (eager_transforms, torch.func):
+        module.functionalize = _functionalize(module.functionalize)
+    if torch.distributed.is_available():
+        for name in _COLLECTIVES:
+            if hasattr(torch.distributed.ProcessGroup, name):
+                setattr(torch.distributed.ProcessGroup, name, _refusing_released(getattr(torch.distributed.ProcessGroup, name)))
+
+
+def _taking_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, which gets copies in place of released parameters, those in lists too."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_has_released, args)) or any(map(_has_released, kwargs.values())):
+            with outside_transforms():
+                args, kwargs = tree_map(_copy, (args, kwargs))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _functionalize(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.func.functionalize, whose functions compare what they are given with what they have made of it."""
+    return functools.wraps(plain)(lambda *args, **kwargs: _taking_copies(plain(*args, **kwargs)))
+
+
+def _has_released(one: Any) -> bool:
+    """Whether this is a released parameter, or a list of some. Lists of numbers, which may be long, are told by their first one."""
+    while isinstance(one, (list, tuple)) and one:
+        if isinstance(one[0], _Tensor):
+            return any(isinstance(each, Released) for each in one)
+        one = one[0]
+    return isinstance(one, Released)
+
+
+def _copy(one: Any) -> Any:
+    return one.clone() if isinstance(one, Released) else one
+
+
+# Methods of a process group that move tensors.
+_COLLECTIVES = ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base", "allgather_into_tensor_coalesced")
+_COLLECTIVES += ("allgather_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+_COLLECTIVES += ("alltoall_base", "alltoall", "send", "recv", "recv_anysource")
+
+
+def _refusing_released(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A process group's method that refuses released parameters."""
+
+    @functools.wraps(plain)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in tree_flatten((args, kwargs))[0]:
+            if isinstance(one, Released):
+                raise NotSupported(
+                    f"torch.distributed's {plain.__name__} of {one.reader.name(one)}, whose values are in tiles: all ranks have the same values already; "
+                    "send a clone() of it to others"
+                )
+        return plain(group, *args, **kwargs)
+
+    return call

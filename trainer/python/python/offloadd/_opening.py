@@ -1,0 +1,195 @@
+"""The start of a run, in stages that all ranks pass together: its drives and directory, its tiles, their first content or what a commit left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import IO, Any, Optional, Sequence
+
+import torch
+from torch import nn
+
+from . import _offloadd
+from ._commits import Commits
+from ._console import say
+from ._engine import Engine
+from ._errors import Error, NotSupported
+from ._layout import Layout
+from ._memory import GpuDevice, GpuMemory
+from ._plan import Plan, described
+from ._ranks import Ranks
+from ._run_dir import InUse, begin_part, check_place, lock, writable
+from ._state import from_blob
+from ._supported_optimizers import check_optimizer
+from ._units import Unit
+from ._weights import Weights, begin
+
+
+def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit]) -> None:
+    """Refuses what a script passes that cannot be trained or committed."""
+    check_optimizer(optimizer)
+    for one in track:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
+    managed = {id(param) for unit in units for param in unit.params}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.requires_grad and id(param) not in managed:
+            raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
+
+
+def check_drives(plan: Plan, ranks: Ranks) -> None:
+    """Refuses drives that are missing or too small, and says what a script should know before it starts."""
+    settings = plan.settings
+    ranks.together("look for the run's drives", lambda: _offloadd.check_drives([plan.run_dir, *settings.nvme]))
+    ranks.together("check the free space", plan.check)
+    if settings.without_effect:
+        say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
+    for line in settings.said:
+        say(line)
+    for warning in plan.warnings if ranks.first_of_node else ():
+        say(f"warning: {warning}", None if ranks.first else ranks.rank)
+
+
+def take_dir(run_dir: Path, state_dir: Path) -> IO[Any]:
+    """Makes the run's directory and this rank's within it. Returns what marks the run as in use until it is closed."""
+    try:
+        with writable():
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            held = lock(run_dir)
+    except InUse:
+        raise Error(f"{run_dir} is being deleted: start again when that is done, or name another run_dir") from None
+    check_place(run_dir)
+    return held
+
+
+def open_tiles(plan: Plan, layout: Layout, ranks: Ranks, state_dir: Path, resume: bool) -> tuple[Any, Optional[dict[str, Any]]]:
+    """Opens this rank's tiles, and returns the state of the last committed step: this rank's if as many ranks committed it, else
+    that of the first rank of its node, which starts the daemon that the ranks of a node use."""
+    same, of_node = described(plan.engine_plan)
+    ranks.compare(json.dumps([layout.units, same, plan.settings.use_node_local_storage]), of_node)
+    if ranks.first_of_node:
+        ranks.together("look for the run", lambda: begin_part(plan, ranks.places, resume))
+    else:
+        ranks.meet("look for the run")
+    start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first_of_node else None
+    daemon = ranks.together("start the daemon", start)
+    socket = ranks.first_of_node_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
+    meetings = ranks.meetings
+    exchange = meetings.link.exchange if meetings.link is not None else None
+
+    def open_core() -> tuple[Any, Any, Any]:
+        try:
+            return _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon, exchange)
+        except Error as error:
+            if exchange is not None:
+                # The others wait within it for this rank, and not at a meeting.
+                meetings.end(str(error))
+            raise
+
+    core, first_blob, blob = ranks.together("open the run", open_core)
+    meetings.core, core = core, meetings.watched(core)
+    if first_blob is None:
+        return core, None
+    state = from_blob(first_blob, plan.run_dir)
+    if not ranks.first_of_node and state.get("ranks", 1) == ranks.count:
+        state = from_blob(blob, state_dir)
+    return core, state
+
+
+def agree_on_copies(plan: Plan, ranks: Ranks) -> None:
+    """Lets the ranks of each node keep a copy of all parameters if all nodes have room for it."""
+    if plan.why_no_copy is None:
+        return
+    whys = [why.decode() for why in ranks.meet("agree on copies of the parameters", plan.why_no_copy.encode())]
+    why = next(filter(None, whys), "")
+    if not why:
+        ranks.transfers.copies = {}
+    elif set(whys) != {why}:
+        why = f"node {ranks.places.node_of(whys.index(why))}: {why}"
+    if ranks.first:
+        say(f"{plan.run_dir}: {plan.network(why)}")
+
+
+def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
+    """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
+    has left, frozen units stay: they are written once."""
+    gathering, model, core, ranks = commits.engine.gathering, commits.model, commits.core, commits.ranks
+    begun: set[int] = set()
+    blob = commits.first()
+    ranks.transfers.broadcast("share buffers and parameters outside of units", outside_of_units(model, gathering.units))
+    if replace:
+        ranks.meet("begin anew")
+        core.begin_rewrite([unit.index for together in gathering.together for unit in together if unit.trained], blob)
+    else:
+        core.begin_fill(blob)
+    for together in gathering.together:
+        with contextlib.ExitStack() as rooms:
+            for unit in together:
+                if unit.flat is None:
+                    unit.place()
+                else:
+                    rooms.enter_context(gathering.room(unit))
+                    unit.flat.zero_()
+            empty = {id(param) for unit in together if unit.built_on_meta for param in unit.params}
+            if empty:
+                begin(model, empty, begun, weights, commits.layout.names)
+            for unit in together:
+                ranks.transfers.broadcast(f"share {unit.name}", [unit.flat])
+                if unit.trained or not replace:
+                    core.fill(unit.index, unit.flat.data_ptr())
+                gathering.release(unit)
+    ranks.meet("commit the first content")
+    core.end_fill()
+    core.begin_step()
+
+
+def adopt(commits: Commits, state: dict[str, Any]) -> None:
+    """Continues with the tiles as the commit with `state` left them."""
+    gathering = commits.engine.gathering
+    for unit in gathering.units:
+        if unit.flat is None:
+            unit.place()
+        unit.fresh = False
+        if not gathering.keep:
+            gathering.take_away(unit)
+    commits.resume(state)
+    commits.core.begin_step()
+
+
+def check_frozen(commits: Commits, run_dir: Path) -> None:
+    """Refuses frozen parameters whose values are not those that an earlier run has stored."""
+    gathering = commits.engine.gathering
+    commits.core.begin_step()
+    for unit in gathering.units:
+        if unit.trained:
+            continue
+        if not unit.built_on_meta:
+            unit.place()
+            given = unit.flat.clone()
+            unit.fresh = False
+            gathering.take_away(unit)
+            with gathering.gathered(unit):
+                if torch.equal(unit.flat, given):
+                    continue
+        raise NotSupported(
+            f"{run_dir} has the frozen parameters of another model ({unit.name or 'outside of blocks'}), and frozen parameters "
+            f"are written once: name another run_dir, or delete this one: python -m offloadd delete {run_dir}"
+        )
+
+
+def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:
+    """Lets units come to a GPU from now on, and moves to it what is in no unit."""
+    gathering = engine.gathering
+    gathering.memory = memory = GpuMemory(gathering.ranks, gathering.units, gpu)
+    for unit in gathering.units:
+        memory.adopt(unit, gathering.keep)
+    for one in outside_of_units(engine.model, gathering.units):
+        one.data = one.data.to(gpu.device)
+
+
+def outside_of_units(model: nn.Module, units: Sequence[Unit]) -> list[torch.Tensor]:
+    """The tensors in no unit: buffers, and parameters that stay in memory."""
+    managed = {id(param) for unit in units for param in unit.params}
+    return [one for one in (*model.parameters(), *model.buffers()) if id(one) not in managed]

@@ -1,0 +1,132 @@
+"""Writes to parameters while their values are in memory: in a forward, in a hook, or where nothing is ever released.
+
+Version counters tell, also those of what `param.data` gave. What writes below PyTorch (numpy, kernels of others) changes no counter; sums of
+the bits tell in the first passes.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from typing import Optional
+
+import torch
+from torch import nn
+
+from ._errors import NotSupported
+from ._released import AS_TENSORS, BEFORE, Released, in_transform
+from ._units import Unit
+
+_Tensor = torch.Tensor
+
+_version = operator.attrgetter("_version")
+
+# Times that a unit comes for which sums are compared: two passes with their backwards.
+_SUMMED_TIMES = 4
+
+
+class Watch:
+    """Notices that a script writes to parameters of a unit while they are in memory."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._params = unit.params
+        self._versions: list[int] = []
+        # What `param.data` gave since the unit came: it counts its changes by itself.
+        self._given: list[tuple[nn.Parameter, _Tensor]] = []
+        self._on = False
+        # Sums of the parameters' bits when the unit came, and how many times more they are wanted.
+        self._sums: Optional[list[_Tensor]] = None
+        self._sums_left = _SUMMED_TIMES
+
+    def begin(self) -> None:
+        """What is in memory now are the unit's values."""
+        self._versions = list(map(_version, self._params))
+        self._given.clear()
+        self._on = True
+        if self._sums_left and not _observed():
+            self._sums_left -= 1
+            self._sums = _sums(self._params)
+
+    def end(self) -> Optional[nn.Parameter]:
+        """Ends the watch. Returns a parameter that was written since it began, if there is one."""
+        if not self._on:
+            return None
+        self._on = False
+        found = None
+        if self._versions != list(map(_version, self._params)):
+            found = next(param for param, version in zip(self._params, self._versions) if param._version != version)
+        for param, given in self._given:
+            if given._version:
+                found = param
+        self._given.clear()
+        sums, self._sums = self._sums, None
+        if found is None and sums is not None and not _observed():
+            changed = (param for param, before, now in zip(self._params, sums, _sums(self._params)) if not torch.equal(before, now))
+            found = next(changed, None)
+        return found
+
+    def gave(self, param: nn.Parameter, data: _Tensor) -> None:
+        if self._on:
+            self._given.append((param, data))
+
+    def drop_unheld(self) -> None:
+        """Lets go of what `param.data` gave and nobody else has."""
+        given, self._given = self._given, []
+        for _ in range(len(given)):
+            param, data = given.pop()
+            # This name and the argument.
+            if sys.getrefcount(data) > 2:
+                self._given.append((param, data))
+
+
+def _observed() -> bool:
+    """Whether somebody records or changes the operations that are made, as torch.func and tracers do."""
+    return in_transform() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def _sums(params: list[nn.Parameter]) -> list[_Tensor]:
+    """The sum of each parameter's bits, on its device."""
+    with torch.no_grad(), AS_TENSORS():
+        return [one.detach().view(_BITS[one.element_size()]).sum() for one in params]
+
+
+# Whole numbers of so many bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Watches by the id of each parameter of a prepared model.
+_watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionary()
+
+_data = _Tensor.data
+
+
+def watch(unit: Unit) -> Watch:
+    """Begins to notice writes to a unit's parameters."""
+    made = Watch(unit)
+    for param in unit.params:
+        _watches[id(param)] = made
+    if "data" not in nn.Parameter.__dict__:
+        nn.Parameter.data = property(_get_data, _set_data)
+    return made
+
+
+def unwatch(unit: Unit) -> None:
+    """The inverse of `watch`."""
+    for param in unit.params:
+        _watches.pop(id(param), None)
+
+
+def _get_data(param: nn.Parameter) -> _Tensor:
+    data = _data.__get__(param)
+    found = _watches.get(id(param))
+    if found is not None:
+        found.gave(param, data)
+    return data
+
+
+def _set_data(param: nn.Parameter, value: _Tensor) -> None:
+    found = _watches.get(id(param))
+    if found is not None and found._on and not isinstance(param, Released) and value.data_ptr() != param.data_ptr():
+        raise NotSupported(f"assigning .data of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {BEFORE}")
+    _data.__set__(param, value)
