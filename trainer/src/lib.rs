@@ -132,6 +132,9 @@ pub enum Command {
     #[command(after_help = "Example:
   trainer man ~/.local/share/man/man1 && man trainer")]
     Man(ManArgs),
+    /// Say whether `train` and `launch` find libtorch, for scripts that install; fails with what to do if not.
+    #[command(hide = true)]
+    CheckLibtorch,
 }
 
 /// Arguments of `trainer train`.
@@ -244,9 +247,9 @@ pub fn outcome(
     let command = Cli::try_parse()
         .unwrap_or_else(|error| refuse(error))
         .command;
-    // Run directories contain private data and weights, so only the owner may read them. Exports are meant to
-    // be shared.
-    if !matches!(command, Command::Export(_)) {
+    // Run directories contain private data and weights, so only the owner may read them. Exports and manual pages are meant
+    // to be shared.
+    if !matches!(command, Command::Export(_) | Command::Man(_)) {
         let others = rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO;
         rustix::process::umask(others);
     }
@@ -283,6 +286,7 @@ pub fn run(command: Command, torch: AskTorch) -> anyhow::Result<u8> {
             ));
         }
         Command::Completions(args) => documents::completions(&args, Cli::command()),
+        Command::CheckLibtorch => with_torch::check().map_err(anyhow::Error::msg)?,
         Command::Man(args) => documents::man(&args, Section::Users, Cli::command())?,
         Command::Export(args) => cli::export::run(args)?,
         Command::Fingerprint { run, checkpoint } => {

@@ -52,6 +52,14 @@ pub fn become_trainer_with_torch() -> String {
     }
 }
 
+/// Checks that the program that trains would start.
+///
+/// # Errors
+/// A text that names what is missing and what to do.
+pub(crate) fn check() -> Result<(), String> {
+    command().map(|_| ())
+}
+
 /// Asks the program that trains what its torch can do on `gpu`.
 pub fn ask_torch(gpu: &GpuInfo) -> TorchSupport {
     let ask = || -> Result<TorchSupport, String> {
