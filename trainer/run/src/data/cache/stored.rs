@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use crc_fast::crc32_iscsi as crc32c;
 
@@ -19,6 +20,16 @@ pub(in crate::data) struct Stored {
     findings: Findings,
     /// Checksum of each block; takes a 16,384th of the elements' size.
     table: Vec<u32>,
+    /// The block that [`Stored::read`] has read last: short windows, and those of a small file, lie in it again.
+    last: Mutex<Block>,
+}
+
+/// A block that has passed its checksum.
+#[derive(Default)]
+struct Block {
+    /// `None` if the bytes are of no block.
+    number: Option<u64>,
+    bytes: Vec<u8>,
 }
 
 impl Stored {
@@ -78,6 +89,7 @@ impl Stored {
             path: path.into(),
             header,
             findings,
+            last: Mutex::default(),
         }))
     }
 
@@ -120,13 +132,18 @@ impl Stored {
             end <= self.header.elements_bytes(),
             "elements {first} and {count} more"
         );
-        let mut bytes = Vec::new();
+        // Its number is set only where its bytes are whole.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         while at < end {
             let block = at / BLOCK_BYTES as u64;
-            self.block(block, &mut bytes)?;
+            if last.number != Some(block) {
+                last.number = None;
+                self.block(block, &mut last.bytes)?;
+                last.number = Some(block);
+            }
             let start = block * BLOCK_BYTES as u64;
-            let upto = end.min(start + bytes.len() as u64);
-            let part = &bytes[(at - start) as usize..(upto - start) as usize];
+            let upto = end.min(start + last.bytes.len() as u64);
+            let part = &last.bytes[(at - start) as usize..(upto - start) as usize];
             self.header.unpack(part, out);
             at = upto;
         }
