@@ -138,14 +138,16 @@ class Tests(unittest.TestCase):
 
     def test_the_slowest_tests_of_cargo_and_of_pytest_are_named(self):
         said = [line.replace("test b ... ok", "test b ... ok <61.250s>").replace("test a ... ok", "test a - should panic ... ok <0.001s>") for line in target(API, "a", "b")]
-        beside = "#!/bin/sh\n[ $# = 1 ] && echo '12.50s call     tests/test_x.py::test_y[a b]' && echo '(3 durations < 0.005s hidden.)'\n"
+        beside = """#!/bin/sh
+case "$*" in "--durations=20 -k not semantics") echo "12.50s call     tests/test_x.py::test_y[a b]";; "--durations=20 -k semantics") echo "0.50s setup    tests/semantics/x.py::z";; *) exit 2;; esac
+"""
         with tempfile.TemporaryDirectory() as folder:
             program = pathlib.Path(folder) / "pytest"
             program.write_text(beside)
             program.chmod(0o755)
             code, out, calls = self.outcome(said, counts="offload-api/lib 2\n", more=["--beside", program])
         self.assertEqual(code, 0, out)
-        self.assertEqual(out.split("Slowest tests: seconds\n")[1].splitlines(), ["     61.2  offload-api/lib::b", "     12.5  tests/test_x.py::test_y[a b]", "      0.0  offload-api/lib::a"])
+        self.assertEqual(out.split("Slowest tests: seconds\n")[1].splitlines(), ["     61.2  offload-api/lib::b", "     12.5  tests/test_x.py::test_y[a b]", "      0.5  tests/semantics/x.py::z", "      0.0  offload-api/lib::a"])
         self.assertEqual([("--report-time" in call, "--doc" in call) for call in calls if "--no-run" not in call], [(True, False), (False, True)])
 
     def test_counts_are_recorded(self):

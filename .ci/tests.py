@@ -2,7 +2,7 @@
 """Runs every test once and judges the run.
 
     .ci/tests.py --jobs 2 --log target/test.log     runs all tests
-    .ci/tests.py --beside trainer/python/test.sh    runs a program beside them, whose failure fails the run
+    .ci/tests.py --beside trainer/python/test.sh    runs pytest's tests beside them, whose failure fails the run
     .ci/tests.py --record                           writes .ci/test-counts
 
 A run fails when a test fails, when a test is skipped that `.ci/expected-skips` does not expect on this machine, when that file names a
@@ -24,6 +24,9 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 SLOWEST_MAX = 10
 SLOWEST_TESTS_MAX = 20
+
+# pytest's tests run in two parts (its option -k), because they take longer than the other lane's: the first part after the first lane.
+PARTS = ("semantics", "not semantics")
 
 # Test binaries tell the time of each test only if they take the compiler for a nightly one. The variable is set for them alone: cargo would
 # build crates again that look at it.
@@ -227,7 +230,8 @@ def lanes(cargo, names, beside):
         return [command(*named(chosen))] if chosen else []
 
     first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc", times=[])]
-    return of(ALONE), first, [*of(WAITING), *([[beside, f"--durations={SLOWEST_TESTS_MAX}"]] if beside else [])]
+    parts = [[[beside, f"--durations={SLOWEST_TESTS_MAX}", "-k", part]] if beside else [] for part in PARTS]
+    return of(ALONE), first + parts[0], of(WAITING) + parts[1]
 
 
 def run(cargo, names, beside, log):
@@ -278,7 +282,7 @@ def main():
     arguments.add_argument("--log", type=pathlib.Path, default=HERE.parent / "target/test.log", help="all that the tests said (default: %(default)s)")
     arguments.add_argument("--expected-skips", type=pathlib.Path, default=HERE / "expected-skips")
     arguments.add_argument("--counts", type=pathlib.Path, default=HERE / "test-counts")
-    arguments.add_argument("--beside", metavar="PROGRAM", help="runs beside the tests, with pytest's --durations; its failure fails the run")
+    arguments.add_argument("--beside", metavar="PROGRAM", help="runs pytest's tests, with its options; its failure fails the run")
     arguments.add_argument("--record", action="store_true", help="count the tests, write --counts and end")
     arguments = arguments.parse_args()
     cargo = [arguments.cargo, "test", f"-j{arguments.jobs}", "--workspace"]
