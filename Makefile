@@ -1,7 +1,7 @@
 # make demo         trains a Llama with all its state on two device files, kills everything in mid-step, and resumes
 # make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
-# make test         formatting, lints, links, words, documentation, licenses, every test; lists skipped tests and the slowest targets
-# make nightly      the same with more seeds, kills, crash images and restarts, and the wheel in an empty environment
+# make test         formatting, lints, links, words, licenses, every test; lists skipped tests, the slowest targets and the slowest tests
+# make nightly      the same with more cases, seeds, kills, crash images and restarts, rustdoc, and the wheel in an empty environment
 # make test-tools   installs the tools of some tests (as root with apt; by pip NVRTC and, for the Python tests, PyTorch: 5 GB)
 # make docs         writes the generated pages and pictures: configuration, commands, on-disk format, models
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
@@ -114,8 +114,6 @@ test: libtorch
 	.ci/links.py
 	.ci/words.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
-		$(CARGO) doc -j$(JOBS) --workspace --no-deps --document-private-items
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
 	$(CARGO) build -j$(JOBS) --workspace --lib --bins --tests
@@ -128,6 +126,7 @@ docs: libtorch
 	UPDATE_DOCS=1 trainer/python/test.sh -k test_docs
 
 # Takes an hour or two more than `make test`.
+nightly: export OFFLOADD_ALL_CASES ?= 1
 nightly: export OFFLOADD_SEEDS ?= 0..200000
 nightly: export SWAPPER_SEEDS ?= 0..400000
 nightly: export OFFLOADD_RESTARTS ?= 200
@@ -137,6 +136,8 @@ nightly: export OFFLOADD_POWER_TRAININGS ?= 100
 nightly: export OFFLOADD_KILLS ?= 200
 nightly: export OFFLOADD_PARTITIONS ?= 50
 nightly: test
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+		$(CARGO) doc -j$(JOBS) --workspace --no-deps --document-private-items
 	$(MAKE) test-wheel
 
 test-tools:

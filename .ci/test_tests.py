@@ -136,6 +136,20 @@ class Tests(unittest.TestCase):
         _, out, _ = self.outcome(target(API, "a"))
         self.assertTrue(re.search(r"^ +\d+\.\d +\d+\.\d +1  offload-api/lib$", out, re.MULTILINE), out)
 
+    def test_the_slowest_tests_of_cargo_and_of_pytest_are_named(self):
+        said = [line.replace("test b ... ok", "test b ... ok <61.250s>").replace("test a ... ok", "test a - should panic ... ok <0.001s>") for line in target(API, "a", "b")]
+        beside = """#!/bin/sh
+case "$*" in "--durations=20 -k not semantics") echo "12.50s call     tests/test_x.py::test_y[a b]";; "--durations=20 -k semantics") echo "0.50s setup    tests/semantics/x.py::z";; *) exit 2;; esac
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "pytest"
+            program.write_text(beside)
+            program.chmod(0o755)
+            code, out, calls = self.outcome(said, counts="offload-api/lib 2\n", more=["--beside", program])
+        self.assertEqual(code, 0, out)
+        self.assertEqual(out.split("Slowest tests: seconds\n")[1].splitlines(), ["     61.2  offload-api/lib::b", "     12.5  tests/test_x.py::test_y[a b]", "      0.5  tests/semantics/x.py::z", "      0.0  offload-api/lib::a"])
+        self.assertEqual([("--report-time" in call, "--doc" in call) for call in calls if "--no-run" not in call], [(True, False), (False, True)])
+
     def test_counts_are_recorded(self):
         lists = ["     Running " + API, "a: test", "b: test", "", "2 tests, 0 benchmarks", "   Doc-tests offload_api", "1 test, 0 benchmarks", "     Running " + SIMULATION, "0 tests, 0 benchmarks"]
         code, out, calls = self.outcome(lists, more=["--record"])

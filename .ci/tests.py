@@ -2,12 +2,12 @@
 """Runs every test once and judges the run.
 
     .ci/tests.py --jobs 2 --log target/test.log     runs all tests
-    .ci/tests.py --beside trainer/python/test.sh    runs a program beside them, whose failure fails the run
+    .ci/tests.py --beside trainer/python/test.sh    runs pytest's tests beside them, whose failure fails the run
     .ci/tests.py --record                           writes .ci/test-counts
 
 A run fails when a test fails, when a test is skipped that `.ci/expected-skips` does not expect on this machine, when that file names a
 test that did not run, or when a target ran fewer tests than `.ci/test-counts` records. A failed test is never run again.
-The output ends with the skipped tests and the slowest targets.
+The output ends with the skipped tests, the slowest targets and the slowest tests; pytest's tests too, where they run beside.
 """
 
 import argparse
@@ -23,6 +23,15 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 SLOWEST_MAX = 10
+SLOWEST_TESTS_MAX = 20
+
+# pytest's tests run in two parts (its option -k), because they take longer than the other lane's: the first part after the first lane.
+PARTS = ("semantics", "not semantics")
+
+# Test binaries tell the time of each test only if they take the compiler for a nightly one. The variable is set for them alone: cargo would
+# build crates again that look at it.
+RUNNER = {"CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER": "env RUSTC_BOOTSTRAP=1"}
+TIMES = ["-Zunstable-options", "--report-time"]
 
 # Test targets that compare times: they run first, and nothing beside them.
 ALONE = {"rate_limited"}
@@ -40,6 +49,7 @@ class Target:
         self.skips = []  # (test, its line)
         self.count = 0
         self.wall_s = self.cpu_s = 0.0
+        self.times = []  # (seconds, test)
 
 
 class Run:
@@ -48,6 +58,7 @@ class Run:
     def __init__(self, names):
         self.names = names  # of each test binary
         self.targets = []
+        self.beside = Target("beside")  # pytest's tests, which are in no target of cargo's
         self.test = None  # whose output follows
 
     def take(self, line):
@@ -56,6 +67,9 @@ class Run:
             self.targets.append(Target(self.names.get(os.path.basename(running[1]), running[1])))
         elif documented := re.match(r"\s+Doc-tests (\S+)$", line):
             self.targets.append(Target(f"{documented[1].replace('_', '-')}/doc"))
+        elif timed := re.match(r"(\d+\.\d+)s (?:call|setup|teardown) +(\S.*)$", line):
+            self.beside.times.append((float(timed[1]), timed[2]))
+            return False
         elif not self.targets:
             return False
         elif result := re.match(r"test result: .* (\d+) passed; (\d+) failed;", line):
@@ -65,8 +79,10 @@ class Run:
         elif output := re.match(r"---- (.+) stdout ----$", line):
             self.test = output[1]
             return False
-        elif test := re.search(r"\btest (.+?)(?: - should panic)? \.\.\. (?:ok|FAILED)$", line):
+        elif test := re.search(r"\btest (.+?)(?: - should panic)? \.\.\. (?:ok|FAILED)(?: <(\d+\.\d+)s>)?$", line):
             self.targets[-1].tests.add(test[1])
+            if test[2]:
+                self.targets[-1].times.append((float(test[2]), f"{self.targets[-1].name}::{test[1]}"))
             return False
         elif line.startswith("skipped: "):
             self.targets[-1].skips.append((self.test or "?", line))
@@ -171,10 +187,10 @@ class Lane(threading.Thread):
     def __init__(self, commands, names, show):
         super().__init__()
         self.commands, self.names, self.show = commands, names, show
-        self.passed, self.targets = True, []
+        self.passed, self.targets, self.times = True, [], []
 
     def run(self):
-        plain = {**os.environ, "CARGO_TERM_COLOR": "never"}
+        plain = {**os.environ, **RUNNER, "CARGO_TERM_COLOR": "never"}
         for command in self.commands:
             run = Run(self.names)
             with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
@@ -190,6 +206,7 @@ class Lane(threading.Thread):
                         run.take(line.rstrip("\n"))
             self.passed &= child.returncode == 0
             self.targets += run.targets
+            self.times += [timed for target in (*run.targets, run.beside) for timed in target.times]
 
     @staticmethod
     def lines(child):
@@ -202,8 +219,8 @@ def lanes(cargo, names, beside):
     """Commands that run all tests: those that run alone, and two lanes."""
     tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) != "lib" and not target.startswith("bin:")})
 
-    def command(*which):
-        return [*cargo, "--no-fail-fast", *which, "--", "--show-output"]
+    def command(*which, times=TIMES):
+        return [*cargo, "--no-fail-fast", *which, "--", "--show-output", *times]
 
     def named(chosen):
         return [word for test in chosen for word in ("--test", test)]
@@ -212,12 +229,14 @@ def lanes(cargo, names, beside):
         chosen = [test for test in tests if test in chosen]
         return [command(*named(chosen))] if chosen else []
 
-    first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc")]
-    return of(ALONE), first, [*of(WAITING), *([[beside]] if beside else [])]
+    first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc", times=[])]
+    parts = [[[beside, f"--durations={SLOWEST_TESTS_MAX}", "-k", part]] if beside else [] for part in PARTS]
+    return of(ALONE), first + parts[0], of(WAITING) + parts[1]
 
 
 def run(cargo, names, beside, log):
-    """Runs all tests, shows and writes what they print: the second lane's lines after the first's. Returns whether they passed, and the targets."""
+    """Runs all tests, shows and writes what they print: the second lane's lines after the first's. Returns whether they passed, the targets, and
+    (seconds, test) of each test whose time is known."""
     later = []
 
     def show(line):
@@ -233,7 +252,8 @@ def run(cargo, names, beside, log):
     for line in later:
         show(line)
     all_lanes = [alone, first, second]
-    return all(lane.passed for lane in all_lanes), [target for lane in all_lanes for target in lane.targets]
+    targets, times = ([one for lane in all_lanes for one in getattr(lane, name)] for name in ("targets", "times"))
+    return all(lane.passed for lane in all_lanes), targets, times
 
 
 def record(cargo, path):
@@ -262,7 +282,7 @@ def main():
     arguments.add_argument("--log", type=pathlib.Path, default=HERE.parent / "target/test.log", help="all that the tests said (default: %(default)s)")
     arguments.add_argument("--expected-skips", type=pathlib.Path, default=HERE / "expected-skips")
     arguments.add_argument("--counts", type=pathlib.Path, default=HERE / "test-counts")
-    arguments.add_argument("--beside", metavar="PROGRAM", help="runs beside the tests; its failure fails the run")
+    arguments.add_argument("--beside", metavar="PROGRAM", help="runs pytest's tests, with its options; its failure fails the run")
     arguments.add_argument("--record", action="store_true", help="count the tests, write --counts and end")
     arguments = arguments.parse_args()
     cargo = [arguments.cargo, "test", f"-j{arguments.jobs}", "--workspace"]
@@ -273,7 +293,7 @@ def main():
     if names is None:
         return 1
     with open(arguments.log, "w") as log:
-        passed, targets = run(cargo, names, arguments.beside, log)
+        passed, targets, times = run(cargo, names, arguments.beside, log)
     skipped, unexpected = judge_skips(targets, kinds, arguments.expected_skips)
     notes, vanished = judge_counts(targets, recorded, arguments.counts)
     print("\nSkipped, as expected on this machine:", *(skipped or ["nothing"]), sep="\n  ")
@@ -281,6 +301,9 @@ def main():
     for target in sorted(targets, key=lambda target: -target.wall_s)[:SLOWEST_MAX]:
         print(f"  {target.wall_s:7.1f} {target.cpu_s:7.1f} {target.count:5}  {target.name}")
     print(f"  {sum(target.wall_s for target in targets):7.1f} {sum(target.cpu_s for target in targets):7.1f} {sum(target.count for target in targets):5}  all")
+    print("\nSlowest tests: seconds")
+    for seconds, test in sorted(times, reverse=True)[:SLOWEST_TESTS_MAX]:
+        print(f"  {seconds:7.1f}  {test}")
     for note in notes:
         print(f"\nNote: {note}")
     wrong = [*unexpected, *vanished]

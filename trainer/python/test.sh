@@ -10,5 +10,7 @@ if [ ! -x "$python" ]; then
     exit 0
 fi
 [ -n "${OFFLOADD_BUILT:-}" ] || ${CARGO:-cargo} build -q -p offloadd-python -p offloadd -p test-hooks --features test-hooks/active
-cp target/debug/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
+# Another part of the tests may have it open.
+extension=trainer/python/python/offloadd/_offloadd.abi3.so
+cp target/debug/lib_offloadd.so "$extension.$$" && mv "$extension.$$" "$extension"
 exec "$python" -m pytest -q -c trainer/python/pyproject.toml trainer/python/tests "$@"

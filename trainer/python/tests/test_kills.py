@@ -1,6 +1,6 @@
 """Scripts and daemons that are killed: the next start has the bits of the unbroken run.
 
-Scripts are killed at 50 random instants and daemons at as many; `OFFLOADD_KILLS` is another number, `OFFLOADD_KILLS_SEED` chooses
+Scripts are killed at 8 random instants and daemons at as many; `OFFLOADD_KILLS` is another number, `OFFLOADD_KILLS_SEED` chooses
 other instants.
 """
 
@@ -19,7 +19,7 @@ import pytest
 import offloadd
 from test_runs import lines_of, needs_daemon, start
 
-INSTANTS = int(os.environ.get("OFFLOADD_KILLS", "50"))
+INSTANTS = int(os.environ.get("OFFLOADD_KILLS", "8"))
 # Runs that are killed beside each other: a script whose daemon is gone waits for another one for a second.
 LIVES = 4
 SEED = int(os.environ.get("OFFLOADD_KILLS_SEED", "8"))

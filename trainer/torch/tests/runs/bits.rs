@@ -6,17 +6,71 @@
 //! on a drive; the gradient of a tied head or of a later micro-batch is lost between two units. Each run is
 //! compared with one in host memory: losses, gradient norms, and fingerprints of all weights and optimizer
 //! state. Staging is smaller than the tiles, so that what is written is read again.
+//!
+//! A push tries bf16 with one micro-batch, and fp32 with a tied head and three, at fewer places;
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs bits` tries every place with each.
 
 use crate::daemon::Daemon;
-use crate::harness::{Harness, Run};
+use crate::harness::{Harness, Run, all_cases};
 
-const NVME: [&str; 2] = [
-    "zero_optimization.offload_param.device=nvme",
-    "zero_optimization.offload_optimizer.device=nvme",
+/// Where a run has its tiles, and when it updates them.
+struct Way {
+    schedule: &'static str,
+    params: &'static str,
+    optimizer: &'static str,
+    sets: &'static [&'static str],
+}
+
+const fn way(
+    schedule: &'static str,
+    places: [&'static str; 2],
+    sets: &'static [&'static str],
+) -> Way {
+    Way {
+        schedule,
+        params: places[0],
+        optimizer: places[1],
+        sets,
+    }
+}
+
+const NONE: [&str; 2] = ["none", "none"];
+const CPU: [&str; 2] = ["cpu", "cpu"];
+const NVME: [&str; 2] = ["nvme", "nvme"];
+
+// With many resident tiles, the plan would choose a commit interval longer than the run.
+const STREAMED: &[&str] = &["offload.resident_fraction=0", "offload.commit_every=1"];
+const HALF: &[&str] = &["offload.resident_fraction=0.5", "offload.commit_every=1"];
+const RESIDENT: &[&str] = &["offload.resident_fraction=1", "offload.commit_every=1"];
+const RARELY: &[&str] = &["offload.resident_fraction=0.5", "offload.commit_every=4"];
+
+/// Every place, the most different ones first.
+const PLACES: &[Way] = &[
+    way("deferred", NVME, HALF),
+    way("immediate", NVME, STREAMED),
+    way("immediate", CPU, &[]),
+    way("deferred", ["cpu", "nvme"], &[]),
+    way("deferred", NVME, RESIDENT),
+    way("immediate", NVME, RARELY),
+    way("deferred", CPU, &[]),
+    way("immediate", NONE, &[]),
+    way("deferred", NVME, STREAMED),
+    way("deferred", NVME, RARELY),
+    way("immediate", NVME, HALF),
+    way("immediate", NVME, RESIDENT),
 ];
-const CPU: [&str; 2] = [
-    "zero_optimization.offload_param.device=cpu",
-    "zero_optimization.offload_optimizer.device=cpu",
+
+/// How many of [`PLACES`] a push tries: those after them differ from one of them in one setting.
+const PLACES_OF_A_PUSH: usize = 8;
+
+/// Two more slots of each kind, and little else.
+const TIGHT: &str = "offload.staging_bytes=130000";
+
+/// Places of gradients.
+const GRADIENTS: &[Way] = &[
+    way("deferred", NVME, &["offload.gradients=nvme", TIGHT]),
+    way("immediate", NVME, &["offload.gradients=nvme", TIGHT]),
+    way("deferred", NVME, &["offload.gradients=cpu", TIGHT]),
 ];
 
 struct Ways {
@@ -52,9 +106,37 @@ impl Ways {
         }
     }
 
-    fn same(&self, name: &str, sets: &[&str]) -> Run {
-        let run = self.harness.run(name, self.sets).with(sets);
+    /// Trains at each place of `table` and compares. Both schedules run at the same time, because a short run is mostly the start
+    /// of programs.
+    fn same_at(&self, table: &[Way]) {
+        let of = |schedule: &str| {
+            let ways = table.iter().enumerate();
+            for (number, way) in ways.filter(|(_, way)| way.schedule == schedule) {
+                self.same(&format!("{schedule}-{number}"), way);
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| of("deferred"));
+            of("immediate");
+        });
+    }
+
+    fn same(&self, name: &str, way: &Way) {
+        let on_store = way.optimizer == "nvme";
+        let mut sets = vec![
+            format!("offload.optimizer_step={}", way.schedule),
+            format!("zero_optimization.offload_param.device={}", way.params),
+            format!(
+                "zero_optimization.offload_optimizer.device={}",
+                way.optimizer
+            ),
+        ];
+        if on_store {
+            sets.extend(self.daemon.socket());
+        }
+        let run = self.harness.run(name, self.sets).with(way.sets).with(&sets);
         run.train();
+        let name = format!("{name}: {sets:?} {:?}", way.sets);
         assert_eq!(run.bits("loss"), self.losses, "losses of {name}");
         assert_eq!(run.bits("grad_norm"), self.norms, "norms of {name}");
         assert_eq!(
@@ -62,144 +144,72 @@ impl Ways {
             self.fingerprint,
             "weights and state of {name}"
         );
-        run
-    }
-
-    /// Like [`Ways::same`]; the tiles that `sets` put on nvme must use the store. Returns the bytes read from
-    /// the device.
-    fn same_on_store(&self, name: &str, sets: &[&str]) -> u64 {
-        let socket = self.daemon.socket();
-        let sets: Vec<&str> = sets
-            .iter()
-            .copied()
-            .chain(socket.iter().map(String::as_str))
-            .collect();
-        let metrics = self.same(name, &sets).metrics();
-        let sum =
-            |key: &str| -> u64 { metrics.iter().map(|line| line[key].as_u64().unwrap()).sum() };
-        assert!(
-            sum("device_written_bytes") > 0,
-            "{name} wrote nothing to its device"
-        );
-        sum("device_read_bytes")
-    }
-
-    /// Runs with everything on nvme except a resident fraction.
-    fn same_at(&self, schedule: &str, share: &str) {
-        let name = format!("{schedule}-{share}");
-        let (schedule, resident) = (
-            format!("offload.optimizer_step={schedule}"),
-            format!("offload.resident_fraction={share}"),
-        );
-        // With so many resident tiles, the plan would choose a commit interval longer than the run.
-        let every = "offload.commit_every=1";
-        let read_bytes =
-            self.same_on_store(&name, &[NVME[0], NVME[1], &schedule, &resident, every]);
-        assert_eq!(
-            read_bytes > 0,
-            share != "1",
-            "{name} read {read_bytes} bytes from its device"
-        );
-    }
-
-    /// Runs in host memory and on a store, with either schedule, and with nothing, half or everything
-    /// resident.
-    fn same_everywhere(&self) {
-        self.same("none-immediate", &["offload.optimizer_step=immediate"]);
-        with_both(|schedule| {
-            let set = format!("offload.optimizer_step={schedule}");
-            self.same(&format!("cpu-{schedule}"), &[CPU[0], CPU[1], &set]);
-            for share in ["0", "0.5", "1"] {
-                self.same_at(schedule, share);
-            }
-        });
-    }
-}
-
-#[test]
-fn offload_changes_no_bit_in_bf16() {
-    Ways::new(&["bf16.enabled=true"]).same_everywhere();
-}
-
-#[test]
-fn offload_changes_no_bit_in_fp32() {
-    Ways::new(&["bf16.enabled=false"]).same_everywhere();
-}
-
-#[test]
-fn parameters_in_host_memory_and_rare_commits_change_no_bit() {
-    let ways = Ways::new(&["bf16.enabled=true"]);
-    ways.same_on_store("params-at-home", &[CPU[0], NVME[1]]);
-    let rarely = ["offload.commit_every=4", "offload.resident_fraction=0.5"];
-    ways.same_on_store("rarely", &[NVME[0], NVME[1], rarely[0], rarely[1]]);
-}
-
-/// Bytes of gradients written to devices and read from them over all steps.
-fn spilled(run: &Run) -> [u64; 2] {
-    ["device_grad_read_bytes", "device_grad_written_bytes"].map(|key| {
-        let metrics = run.metrics();
-        metrics.iter().map(|line| line[key].as_u64().unwrap()).sum()
-    })
-}
-
-#[test]
-fn gradients_on_devices_change_no_bit_and_move_the_planned_bytes() {
-    let ways = Ways::new(&["bf16.enabled=true", "gradient_accumulation_steps=2"]);
-    with_both(|schedule| {
-        let trained = |gradients: &str| {
-            let sets = [
-                NVME[0],
-                NVME[1],
-                &format!("offload.optimizer_step={schedule}"),
-                &format!("offload.gradients={gradients}"),
-                // Two more slots of each kind, and little else.
-                "offload.staging_bytes=130000",
-                &ways.daemon.socket()[0],
-            ];
-            ways.same(&format!("{gradients}-{schedule}"), &sets)
-        };
-        let run = trained("nvme");
+        let written = moved(&run, "device_written_bytes");
+        assert_eq!(written > 0, on_store, "{name} wrote {written} bytes");
+        let read = moved(&run, "device_read_bytes");
+        let reads = on_store && way.sets != RESIDENT;
+        assert_eq!(read > 0, reads, "{name} read {read} bytes from its device");
+        let gradients = ["device_grad_read_bytes", "device_grad_written_bytes"];
+        let gradients = gradients.map(|key| moved(&run, key));
+        if !way.sets.contains(&"offload.gradients=nvme") {
+            return assert_eq!(gradients, [0, 0], "{name}");
+        }
         let (report, _) = crate::plan::plan(&run, &[]);
         let planned = report["step"]["grad_written_bytes"].as_u64().unwrap();
         assert!(planned > 0);
         // Six steps. The last gradients of a step may stay in their slots until their update.
-        for moved in spilled(&run) {
+        for bytes in gradients {
             assert!(
-                (3 * planned..=6 * planned).contains(&moved),
-                "{schedule}: {moved} bytes in 6 steps of {planned}"
+                (3 * planned..=6 * planned).contains(&bytes),
+                "{name}: {bytes} bytes in 6 steps of {planned}"
             );
         }
-        assert_eq!(spilled(&trained("cpu")), [0, 0]);
-    });
+    }
+}
+
+/// Bytes moved over all steps, by their key in the metrics.
+fn moved(run: &Run, key: &str) -> u64 {
+    let metrics = run.metrics();
+    metrics.iter().map(|line| line[key].as_u64().unwrap()).sum()
+}
+
+/// Compares the first `count` ways of `table` for the first of `models`; with all cases, every way for every model.
+fn compare(models: &[&'static [&'static str]], table: &[Way], count: usize) {
+    let (models, table) = if all_cases() {
+        (models, table)
+    } else {
+        (&models[..1], &table[..count])
+    };
+    for &sets in models {
+        Ways::new(sets).same_at(table);
+    }
+}
+
+const BF16: &[&str] = &["bf16.enabled=true"];
+const FP32: &[&str] = &["bf16.enabled=false"];
+const BF16_TIED: &[&str] = &[
+    "bf16.enabled=true",
+    "model.tie_word_embeddings=true",
+    "gradient_accumulation_steps=3",
+];
+const FP32_TIED: &[&str] = &[
+    "bf16.enabled=false",
+    "model.tie_word_embeddings=true",
+    "gradient_accumulation_steps=3",
+];
+
+#[test]
+fn offload_changes_no_bit_in_bf16() {
+    compare(&[BF16, BF16_TIED], PLACES, PLACES_OF_A_PUSH);
 }
 
 #[test]
-fn a_tied_head_and_several_micro_batches_change_no_bit_in_bf16() {
-    tied_and_accumulated(&[
-        "bf16.enabled=true",
-        "model.tie_word_embeddings=true",
-        "gradient_accumulation_steps=3",
-    ]);
+fn offload_changes_no_bit_in_fp32_with_a_tied_head_and_several_micro_batches() {
+    compare(&[FP32_TIED, FP32], PLACES, 3);
 }
 
 #[test]
-fn a_tied_head_and_several_micro_batches_change_no_bit_in_fp32() {
-    tied_and_accumulated(&[
-        "bf16.enabled=false",
-        "model.tie_word_embeddings=true",
-        "gradient_accumulation_steps=3",
-    ]);
-}
-
-fn tied_and_accumulated(sets: &'static [&'static str]) {
-    let ways = Ways::new(sets);
-    with_both(|schedule| ways.same_at(schedule, "0.5"));
-}
-
-/// Runs `check` for both schedules at the same time, because a short run is mostly the start of programs.
-fn with_both(check: impl Fn(&str) + Sync) {
-    std::thread::scope(|scope| {
-        scope.spawn(|| check("deferred"));
-        check("immediate");
-    });
+fn gradients_on_devices_change_no_bit_and_move_the_planned_bytes() {
+    const MODEL: &[&str] = &["bf16.enabled=true", "gradient_accumulation_steps=2"];
+    compare(&[MODEL], GRADIENTS, GRADIENTS.len());
 }

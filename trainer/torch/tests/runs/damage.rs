@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::daemon::program;
-use crate::harness::{Harness, Run, finish, spawn, succeed};
+use crate::harness::{Harness, Run, fail, finish, spawn, succeed};
 
 /// Offset of the store's data area; superblocks and catalog precede it.
 const DATA_OFFSET: u64 = 1 << 20;
@@ -62,7 +62,8 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_reported() {
         "of unit ",
         "wrote checksum ",
         "two reads did not return it",
-        "--fresh",
+        "an older copy of the run directory and of its store",
+        "start again with --fresh",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -72,8 +73,12 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_reported() {
         .and_then(|(_, rest)| rest.split_once('`'))
         .map(|(config, _)| config)
         .unwrap_or_else(|| panic!("the message names no command to examine the damage: {text}"));
+    let dir = run.dir.canonicalize().expect("the run directory");
+    assert_eq!(Path::new(config), dir.join("offloadd/offloadd.toml"));
     let listed = verify(Path::new(config));
     assert!(listed.contains("damaged"), "{listed}");
+    let text = fail(run.command("fingerprint"));
+    assert!(text.contains("`offloadd verify --config "), "{text}");
     start_again(&run);
 }
 

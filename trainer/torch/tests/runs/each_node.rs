@@ -4,6 +4,8 @@
 //! was away brings back steps that were given up; a checkpoint of one node only, or a damaged one, is taken for that of all.
 //!
 //! A machine is a mount namespace in which the runs and a drive are directories of its own, so these tests need root.
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs each_node` also loses nodes with the state at the other place, and kills at
+//! more points.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +13,7 @@ use std::process::{Child, Command, Output};
 
 use training_state::run::CheckpointName;
 
-use crate::harness::{Harness, Run, finish, spawn, succeed, where_mounted, words};
+use crate::harness::{Harness, Run, all_cases, finish, spawn, succeed, where_mounted, words};
 use crate::nodes::{OnNodes, assert_same_steps, on_nodes, on_one_node};
 
 const STEPS: u64 = 8;
@@ -203,6 +205,12 @@ impl<'a> Machines<'a> {
     }
 }
 
+/// Places of the state to try, as values of `in_memory`: in a push the one that is given.
+fn places(in_memory: bool) -> Vec<bool> {
+    let all = [in_memory, !in_memory];
+    all[..if all_cases() { 2 } else { 1 }].to_vec()
+}
+
 /// `command` with its environment where `mount` was called. `None` if this user may not do that.
 fn inside(mount: &str, command: &Command) -> Option<Command> {
     let mut inside = where_mounted(mount, command)?;
@@ -231,7 +239,7 @@ fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 
 #[test]
 fn any_node_may_be_lost_with_all_that_it_has() {
-    for in_memory in [true, false] {
+    for in_memory in places(true) {
         let harness = Harness::new();
         let Some(mut machines) = Machines::new(&harness, in_memory) else {
             return;
@@ -266,7 +274,7 @@ fn any_node_may_be_lost_with_all_that_it_has() {
 
 #[test]
 fn a_surviving_machine_goes_on_as_the_first_node_and_the_lost_one_returns() {
-    for in_memory in [true, false] {
+    for in_memory in places(false) {
         let harness = Harness::new();
         let Some(machines) = Machines::new(&harness, in_memory) else {
             return;
@@ -367,12 +375,14 @@ fn a_checkpoint_whose_exchange_or_naming_was_cut_is_made_again_or_completed() {
     };
     // At a start the nodes copy the run's files once; then each checkpoint is copied and named once. A kill in the middle of copying
     // leaves the checkpoint on no node, and one between the names on one.
-    for (killed, kill, step, named) in [
+    let all = [
         (1, "copying-files@3", 4, false),
-        (0, "copying-files@2", 4, false),
-        (1, "naming-checkpoint@1", 4, true),
-        (0, "naming-checkpoint@1", 6, true),
-    ] {
+        (0, "naming-checkpoint@1", 4, true),
+        (0, "copying-files@2", 6, false),
+        (1, "naming-checkpoint@1", 6, true),
+    ];
+    let kills = if all_cases() { &all[..] } else { &all[..2] };
+    for &(killed, kill, step, named) in kills {
         let mut commands = machines.commands(&[0, 1], &[]);
         commands[killed].env("OFFLOADD_KILL", kill);
         let outputs = machines.ended(commands);

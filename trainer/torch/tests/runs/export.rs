@@ -1,58 +1,14 @@
 //! An export is complete or not there at all, and an error says what prevents it.
 //!
-//! Errors that these tests find: the weights of another step are exported; the tokenizer is missing; a kill
-//! leaves a directory that looks like a model; a number that the type cannot represent becomes infinite
-//! silently; an existing directory is overwritten; the run is read during training.
-
-use std::time::{Duration, Instant};
+//! Errors that these tests find: the weights of another step are exported; the tokenizer is missing; a number
+//! that the type cannot represent becomes infinite silently; an existing directory is overwritten; the run is
+//! read during training. An export that is killed: points.rs.
 
 use crate::data::{chat_run, fixture as data_fixture};
 use crate::harness::{Harness, Run, finish, spawn, until};
 use crate::model_dir::{
-    FILE, copy, export, export_command, export_refused, fixture, moving_run, still_run, tensors,
+    FILE, copy, export, export_refused, fixture, moving_run, still_run, tensors,
 };
-
-#[test]
-fn a_killed_export_leaves_no_directory() {
-    let harness = Harness::new();
-    let run = moving_run(&harness, "run", &fixture("gpt2")).with(&harness.nvme());
-    run.train();
-    let whole = harness.path("whole");
-    let started = Instant::now();
-    export(&run, &whole, &["--shard-size", "4KB"]);
-    let took = started.elapsed();
-    let expected = tensors(&whole);
-    let out = harness.path("out");
-    let mut killed = 0;
-    for part in 0..12 {
-        let mut child = spawn(export_command(&run, &out, &["--shard-size", "4KB"]));
-        std::thread::sleep(took.mul_f64(f64::from(part) / 10.0));
-        child.kill().expect("killed, or ended before");
-        killed += u32::from(!finish(child).status.success());
-        if out.exists() {
-            assert!(
-                tensors(&out) == expected,
-                "an incomplete export has the final name"
-            );
-            std::fs::remove_dir_all(&out).unwrap();
-        }
-    }
-    assert!(killed > 3, "only {killed} of 12 were killed in time");
-    // The writes of a killed private daemon outlive it for a moment.
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !finish(spawn(export_command(&run, &out, &[])))
-        .status
-        .success()
-    {
-        assert!(Instant::now() < deadline, "the run could not be exported");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    assert!(tensors(&out) == expected);
-    assert!(
-        !harness.path("out.partial").exists(),
-        "the remains of killed exports were not removed"
-    );
-}
 
 #[test]
 fn a_run_that_cannot_be_exported_is_refused_with_the_reason() {

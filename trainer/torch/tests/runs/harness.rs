@@ -15,6 +15,11 @@ use training_state::run::CheckpointName;
 
 use crate::random::Random;
 
+/// Whether to run every case of a table, as `make nightly` does, or only those of a push (docs/contributing.md).
+pub(crate) fn all_cases() -> bool {
+    std::env::var_os("OFFLOADD_ALL_CASES").is_some()
+}
+
 /// Time limit of any run in a test, so that a hanging one fails its test.
 const RUN_WAIT: Duration = Duration::from_secs(60);
 

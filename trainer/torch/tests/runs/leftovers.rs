@@ -50,35 +50,6 @@ fn a_killed_run_without_saved_state_starts_again_and_says_so() {
 }
 
 #[test]
-fn a_killed_run_with_checkpoints_resumes_at_the_last_one() {
-    let harness = Harness::new();
-    let sets = [
-        "train.steps=100000",
-        "scheduler={}",
-        "train.checkpoint_every=5",
-    ];
-    killed_after(&harness.run("run", &sets), 12);
-    let written = harness.run("run", &sets).steps_written();
-    let stop_after = [format!("train.stop_after={}", written + 3)];
-    let rest = harness.run("run", &sets).with(&stop_after);
-    let said = rest.train();
-    // It may have made some more steps before the signal arrived.
-    let resumed = said
-        .lines()
-        .find_map(|line| line.strip_prefix("resumed at step "))
-        .unwrap_or_else(|| panic!("{said}"));
-    let resumed: u64 = resumed.parse().expect("a step");
-    assert!(
-        resumed >= 5 && resumed.is_multiple_of(5) && resumed <= written && written < resumed + 10,
-        "resumed at {resumed} of {written}"
-    );
-    let whole = harness.run("whole", &sets).with(&stop_after);
-    whole.train();
-    assert_eq!(whole.bits("loss"), rest.bits("loss"));
-    assert_eq!(whole.fingerprint(), rest.fingerprint());
-}
-
-#[test]
 fn a_run_whose_only_checkpoint_was_removed_starts_again_and_says_so() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.checkpoint_every=0"]);

@@ -2,7 +2,6 @@
 //! describes the errors that its tests find.
 
 mod activations;
-mod advice;
 mod bits;
 mod checkpoints;
 mod console;

@@ -132,7 +132,7 @@ pub(crate) fn moving_run(harness: &Harness, name: &str, dir: &Path) -> Run {
 }
 
 /// `trainer export` of a run to a directory of the test.
-pub(crate) fn export_command(run: &Run, out: &Path, more: &[&str]) -> Command {
+fn export_command(run: &Run, out: &Path, more: &[&str]) -> Command {
     let mut export = run.program();
     export.arg("export").arg(&run.dir).arg("--out").arg(out);
     export.args(more);

@@ -5,7 +5,7 @@
 //! every node has it, or is lost after it counted; nodes resume from different commits; a store that is empty,
 //! older or another's is trained on; a death is not noticed on another node.
 //!
-//! `OFFLOADD_KILLS=100 cargo test -p trainer-torch --test runs nodes::ranks_and` makes that many kills at more points.
+//! `OFFLOADD_ALL_CASES=1` tries two nodes with their gradients in memory too. `OFFLOADD_KILLS=100 cargo test -p trainer-torch --test runs nodes::ranks_and` makes that many kills at more points.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use training_state::run::{CheckpointName, node_dir};
 
 use crate::harness::{
-    Harness, Run, children, device_for, finish, spawn, store_files_in, succeed, until,
+    Harness, Run, all_cases, children, device_for, finish, spawn, store_files_in, succeed, until,
     where_mounted, words,
 };
 use crate::model_dir::random_model;
@@ -176,17 +176,18 @@ pub(crate) fn assert_same_steps(found: &Run, expected: &Run, what: &str) {
 #[test]
 fn two_nodes_train_as_two_ranks_of_one_node_bit_for_bit() {
     let harness = Harness::new();
-    for (name, sets) in [
-        ("memory", &["offload.gradients=cpu"][..]),
+    let all = [
         (
             "nvme",
             &[
                 "offload.gradients=nvme",
                 "offload.optimizer_step=immediate",
                 "offload.staging_bytes=200000",
-            ],
+            ][..],
         ),
-    ] {
+        ("memory", &["offload.gradients=cpu"]),
+    ];
+    for &(name, sets) in &all[..if all_cases() { 2 } else { 1 }] {
         let nodes = on_nodes(&harness, name, &[1, 1]).with(sets);
         let out = harness.path(&format!("{name}-out"));
         let export = format!("train.export_to={}", out.display());

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use kernels::gpu::Gpu;
 use serde_json::{Value, json};
 
-use crate::harness::{Harness, Run, succeed};
+use crate::harness::{Harness, Run, all_cases, succeed};
 
 #[test]
 fn twenty_steps_match_plain_pytorch() {
@@ -125,6 +125,10 @@ impl Library {
     }
 }
 
+/// Architectures that a push also trains from a drive, with two micro-batches: LayerNorm and biases; RMSNorm with norms of queries and keys;
+/// a tied head.
+const ACCUMULATED: [&str; 3] = ["gpt2", "qwen3", "tied_pad"];
+
 #[test]
 fn ten_steps_of_each_architecture_match_hugging_face() {
     let (harness, library) = (Harness::new(), Library::new());
@@ -141,7 +145,9 @@ fn ten_steps_of_each_architecture_match_hugging_face() {
             };
             scope.spawn(move || {
                 one("immediate", 4, &[]);
-                one("accumulated", 2, &harness.nvme());
+                if all_cases() || ACCUMULATED.contains(&name) {
+                    one("accumulated", 2, &harness.nvme());
+                }
             });
         }
     });

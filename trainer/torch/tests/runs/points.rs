@@ -7,7 +7,8 @@
 //! step in a run that was not killed, and so must the newest checkpoint. Neither may be older than what was
 //! seen before, nor the committed state older than the reported steps allow.
 //!
-//! `OFFLOADD_KILLS=500 cargo test -p trainer-torch --test runs killed_at_each` kills each kind of run that often.
+//! A push kills two kinds of runs at every second point each. `OFFLOADD_KILLS=500 cargo test -p trainer-torch --test runs killed_at_each` kills
+//! each kind at every point, that often.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -36,21 +37,12 @@ fn killed(mut command: Command, point: Point, number: u64) -> bool {
 }
 
 impl Killed {
-    /// Kills once at every point of training; each start resumes after the kill before.
-    fn round(&mut self, number: u64) -> u64 {
+    /// Kills once at each of `points`; each start resumes after the kill before.
+    fn round(&mut self, number: u64, points: &[Point]) -> u64 {
         let mut run = self.run(number);
         let mut seen = Seen::default();
         let mut kills = 0;
-        // Only runs on several nodes wait between `Prepared` and `Confirming`, and copy files.
-        let elsewhere = [
-            Point::Exporting,
-            Point::NamingExport,
-            Point::CopyingFiles,
-            Point::Prepared,
-            Point::Confirming,
-        ];
-        let of_training = |point: &Point| !elsewhere.contains(point);
-        for point in Point::ALL.into_iter().filter(of_training) {
+        for &point in points {
             let times = match point {
                 Point::Filling | Point::Forward | Point::Backward => 3,
                 Point::Updated | Point::Writing | Point::Checkpointing => 6,
@@ -81,26 +73,46 @@ impl Killed {
     }
 }
 
+/// Points that a run on one node reaches while it trains.
+fn points_of_training() -> Vec<Point> {
+    // Only runs on several nodes wait between `Prepared` and `Confirming`, and copy files.
+    let elsewhere = [
+        Point::Exporting,
+        Point::NamingExport,
+        Point::CopyingFiles,
+        Point::Prepared,
+        Point::Confirming,
+    ];
+    let all = Point::ALL.into_iter();
+    all.filter(|point| !elsewhere.contains(point)).collect()
+}
+
 #[test]
 fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
-    let wanted = std::env::var("OFFLOADD_KILLS")
-        .map_or(1, |kills| kills.parse().expect("a number of kills"));
+    let wanted: Option<u64> = std::env::var("OFFLOADD_KILLS")
+        .ok()
+        .map(|kills| kills.parse().expect("a number of kills"));
     let seed = Random::seed("numbers of times that each point is passed before its kill");
-    let kills = |commit_every, sets: &'static [&'static str]| {
+    let kills = |first, commit_every, sets: &'static [&'static str]| {
         move || {
+            let mut points = points_of_training();
+            if wanted.is_none() {
+                points = points.into_iter().skip(first).step_by(2).collect();
+            }
             let mut killed = Killed::new(1, STEPS, commit_every, sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
-            while kills < wanted {
-                kills += killed.round(rounds);
+            while kills < wanted.unwrap_or(1) {
+                kills += killed.round(rounds, &points);
                 rounds += 1;
             }
             println!("{kills} kills in {rounds} runs of {sets:?}");
         }
     };
     std::thread::scope(|scope| {
-        scope.spawn(kills(1, &["offload.optimizer_step=deferred"]));
+        scope.spawn(kills(0, 1, &["offload.optimizer_step=deferred"]));
         scope.spawn(kills(
+            1,
             2,
             &[
                 "offload.optimizer_step=immediate",
