@@ -8,9 +8,9 @@ use super::places::{Place, PlaceReport};
 use super::question::{Length, Question, read_model};
 use super::text::{Digits, Seconds};
 use super::{Hardware, Overrides, Plan};
+use crate::accelerator::without_torch;
 use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
 use crate::model::ModelConfig;
-use crate::accelerator::without_torch;
 use offload_support::units::ApproxBytes;
 
 /// Run that every row describes: 8,192 tokens in a step on one GPU.

@@ -1,9 +1,9 @@
 //! Kernels of attention: which ones a plan takes, and the time that it expects of them.
 
 use super::*;
+use crate::accelerator::without_torch;
 use crate::computation::AttentionKernel;
 use crate::plan::hardware::products_tflops;
-use crate::accelerator::without_torch;
 
 /// One H200 of which a plan knows the name.
 fn known_h200(settings: &RunSettings, no_cudnn: Option<&str>) -> Hardware {
