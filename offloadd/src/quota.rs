@@ -100,4 +100,11 @@ impl Quotas {
         let own = self.jobs.get(&uid).and_then(|jobs| jobs.get(name));
         own.copied().unwrap_or_default().or(self.job)
     }
+
+    /// Returns the weights of a job and its user in the drives' queues.
+    pub fn weights(&self, uid: u32, name: &JobName) -> Weights {
+        let [user, job] = [self.of(uid).weight, self.of_job(uid, name).weight]
+            .map(|weight| weight.unwrap_or(WEIGHT_DEFAULT));
+        Weights { user, job }
+    }
 }

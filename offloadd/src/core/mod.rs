@@ -37,7 +37,9 @@ mod operations;
 
 pub use admin::Moves;
 pub use call::*;
-pub use data::{Adopted, At, CommitState, CommittedTile, CommittedTiles, JobState, Viewer};
+pub use data::{
+    AdoptedSession, CommitState, CommittedTile, CommittedTiles, JobState, TilePosition, Viewer,
+};
 pub use event::*;
 
 use offload_api::fault::Fault;
@@ -50,11 +52,11 @@ use crate::io::{AlignedBytes, IoId, IoOp, IoResult, SessionId};
 use crate::quota::Limits;
 use crate::store::catalog::Catalog;
 use crate::store::content::JobContent;
-use crate::store::definition::{JobDefinition, JobName};
+use crate::store::definition::JobName;
 use crate::store::recover::RecoveredStore;
 use crate::store::superblock::Superblock;
 use admin::Admin;
-use data::{Data, Define};
+use data::{Data, DefineOutcome};
 use operations::{Operation, Operations, Waiter};
 
 /// A job's name in the whole store.
@@ -112,10 +114,12 @@ impl Core {
             Event::Attached { session } => data.on_attached(session),
             Event::Submission { session, entry } => self.on_submission(session, &entry),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read),
-            Event::RebalanceTick { force } => admin.move_on(force, data, ops),
-            Event::RetryMoves => admin.retry_moves(),
+            Event::RebalanceTick { force } => admin.move_next(force, data, ops),
+            Event::RetryMoves => admin.mover.retry(),
             Event::Limits(limits) => {
-                admin.set_rebalance_bytes_per_s_max(limits.rebalance_bytes_per_s_max);
+                admin
+                    .mover
+                    .set_bytes_per_s_max(limits.rebalance_bytes_per_s_max);
                 data.set_limits(limits);
             }
             Event::Quotas(quotas) => data.set_quotas(quotas),
@@ -131,7 +135,7 @@ impl Core {
         let Self { data, admin, ops } = self;
         loop {
             if let Some(note) = data.next_note() {
-                admin.hear(note);
+                admin.on_note(note);
             } else if let Some(end) = ops.next_end() {
                 if let Some(end) = data.on_script_end(end, ops) {
                     admin.on_script_end(end, data, ops);
@@ -145,7 +149,7 @@ impl Core {
     fn on_submission(&mut self, session: SessionId, entry: &Sqe) {
         let Self { data, admin, ops } = self;
         if let Some(write) = data.scratch_write(session, entry)
-            && let Some(extent) = admin.move_scratch(&write)
+            && let Some(extent) = admin.devices.move_scratch(&write)
         {
             data.replace_scratch(&write, extent);
         }
@@ -155,9 +159,9 @@ impl Core {
     fn on_io_done(&mut self, io: IoId, result: IoResult, read: Option<AlignedBytes>) {
         let Self { data, admin, ops } = self;
         if let Some(extent) = data.on_io_done(io, result, ops) {
-            return admin.free_left(Some(extent), data);
+            return admin.free_left(extent, data);
         }
-        match ops.take(io) {
+        match ops.end_operation(io) {
             Some(Operation::Write {
                 script,
                 device,
@@ -181,7 +185,7 @@ impl Core {
         let (waiters, failed) = self.ops.on_flush_done(device, result);
         if let Some(fault) = &failed {
             self.data.poison_writers_of(device, fault);
-            self.admin.fail_copies_of(device, fault);
+            self.admin.mover.fail_copies_of(device, fault);
         }
         for waiter in waiters {
             match waiter {
@@ -206,54 +210,68 @@ impl Core {
     fn answer(&mut self, call: CallId, peer: Peer, request: Call) -> Result<Option<Reply>, Fault> {
         let Self { data, admin, ops } = self;
         match request {
-            Call::Describe => Ok(Some(Reply::Describe(DescribeReply {
-                epoch: data.epoch(),
-                devices: admin.device_states(data),
-                arena_free_bytes: data.arena_free_bytes_of(peer),
-                device_free_bytes: data.device_free_bytes_of(peer, admin.free_bytes()),
-                session_free_count: data.session_free_count_of(peer),
-            }))),
+            Call::Describe => {
+                let admission = data.admission();
+                let free_bytes = admin.devices.free_bytes();
+                Ok(Some(Reply::Describe(DescribeReply {
+                    epoch: data.epoch(),
+                    devices: admin.device_states(data),
+                    arena_free_bytes: admission.arena_free_bytes_of(peer),
+                    device_free_bytes: admission.device_free_bytes_of(peer, free_bytes),
+                    session_free_count: admission.session_free_count_of(peer),
+                })))
+            }
             Call::Open(open) => data.open(call, peer, open, ops),
-            Call::DescribeJob { token } => Ok(Some(data.describe_job(data.live(peer, token)?))),
+            Call::DescribeJob { token } => Ok(Some(data.live_member(peer, token)?.describe_job())),
             Call::Define { token, definition } => {
-                let session = data.live(peer, token)?;
-                self.define(call, session, definition)
+                match data.live_member(peer, token)?.define(call, definition)? {
+                    DefineOutcome::Known(reserved_bytes) => {
+                        return Ok(Some(Reply::Define { reserved_bytes }));
+                    }
+                    DefineOutcome::Waits => {}
+                    DefineOutcome::New {
+                        key,
+                        definition,
+                        local_ranks,
+                    } => admin.define(key, definition, local_ranks, data, ops)?,
+                }
+                Ok(None)
             }
             Call::ReserveScratch { token, tile_bytes } => {
                 let asked = data.check_scratch(data.live(peer, token)?, tile_bytes)?;
-                let extents = admin.reserve_scratch(&asked)?;
-                Ok(Some(data.take_scratch(asked, extents)))
+                let extents = admin.devices.reserve_scratch(&asked)?;
+                Ok(Some(data.give_scratch(asked, extents)))
             }
             Call::Resume { token, generation } => {
-                let session = data.live(peer, token)?;
-                data.resume(call, session, generation, ops)
+                let member = data.live_member(peer, token)?;
+                member.resume(call, generation, ops)
             }
             Call::Commit {
                 token,
                 generation,
                 blob,
             } => {
-                let session = data.live(peer, token)?;
-                data.commit(call, session, generation, blob, ops)
+                let member = data.live_member(peer, token)?;
+                member.commit(call, generation, blob, ops)
             }
             Call::Confirm { token, generation } => {
-                let session = data.live(peer, token)?;
-                data.confirm(call, session, generation, ops)
+                let member = data.live_member(peer, token)?;
+                member.confirm(call, generation, ops)
             }
-            Call::Reattach { token } => Ok(Some(data.reattach(data.live(peer, token)?))),
+            Call::Reattach { token } => Ok(Some(data.live_member(peer, token)?.reattach())),
             Call::ReportDamage { token, damage } => {
-                let session = data.live(peer, token)?;
-                data.hear_damage(session, damage, ops).map(Some)
+                let member = data.live_member(peer, token)?;
+                member.report_damage(damage, ops).map(Some)
             }
             Call::Close { token } => {
                 let session = data.live(peer, token)?;
                 data.end_session(session, Some(call), ops);
                 Ok(None)
             }
-            Call::ListJobs => Ok(Some(Reply::ListJobs(data.list_jobs(peer)))),
+            Call::ListJobs => Ok(Some(Reply::ListJobs(data.jobs.summaries(peer)))),
             Call::DropJob { job } => admin.drop_job(call, JobKey::new(peer.uid, job), data, ops),
             Call::DiscardUnreadable { uid, job } => {
-                data.discard_unreadable(call, JobKey::new(uid, job), ops)
+                data.discard_unreadable(call, &JobKey::new(uid, job), ops)
             }
             Call::AddDevice(device) => admin.add_device(call, device, data, ops),
             Call::DrainDevice {
@@ -263,27 +281,6 @@ impl Core {
             Call::LimitMoves { bytes_per_s_max } => {
                 admin.limit_moves(bytes_per_s_max, data)?;
                 Ok(Some(Reply::LimitMoves))
-            }
-        }
-    }
-
-    fn define(
-        &mut self,
-        call: CallId,
-        session: SessionId,
-        definition: JobDefinition,
-    ) -> Result<Option<Reply>, Fault> {
-        let Self { data, admin, ops } = self;
-        match data.define(call, session, definition)? {
-            Define::Known(reserved_bytes) => Ok(Some(Reply::Define { reserved_bytes })),
-            Define::Waits => Ok(None),
-            Define::New {
-                key,
-                definition,
-                local_ranks,
-            } => {
-                admin.define(key, definition, local_ranks, data, ops)?;
-                Ok(None)
             }
         }
     }
@@ -313,7 +310,7 @@ impl Core {
         &mut self,
         state: &message::State,
         has_descriptors: impl Fn(usize) -> bool,
-    ) -> Result<(Vec<Adopted>, Vec<String>), String> {
+    ) -> Result<(Vec<AdoptedSession>, Vec<String>), String> {
         let Self { data, admin, ops } = self;
         admin.adopt(state, has_descriptors, data, ops)
     }
@@ -336,7 +333,7 @@ impl Core {
 
     /// Operations that the driver has not reported as done.
     pub fn inflight_count(&self) -> usize {
-        self.ops.inflight_count() + self.data.inflight_count() + self.admin.inflight_count()
+        self.ops.inflight_count() + self.data.inflight_count() + self.admin.mover.inflight_count()
     }
 
     /// Reason why the store is read-only in this incarnation, if it is.
@@ -354,12 +351,12 @@ impl Core {
     /// # Errors
     /// All indices are used.
     pub fn check_growth(&self) -> Result<(), Fault> {
-        self.admin.check_growth()
+        self.admin.devices.check_growth()
     }
 
     /// Superblock of a device, to tell it from another device at its path.
     pub fn superblock_of(&self, device: DeviceIndex) -> Superblock {
-        self.admin.superblock(device)
+        self.admin.devices.superblock(device)
     }
 
     /// Returns the state of the moves.
@@ -369,17 +366,17 @@ impl Core {
 
     /// Number of times that all tiles were searched for those that are to move.
     pub fn plans_made(&self) -> u64 {
-        self.admin.plans_made()
+        self.admin.mover.plans_made()
     }
 
     /// Bytes of tiles moved since the daemon started, copied or not.
     pub fn moved_bytes(&self) -> u64 {
-        self.admin.moved_bytes()
+        self.admin.mover.moved_bytes()
     }
 
     /// Bytes of them that the daemon copied, to which the rate limit applies.
     pub fn copied_bytes(&self) -> u64 {
-        self.admin.copied_bytes()
+        self.admin.mover.copied_bytes()
     }
 
     /// Limit of bytes copied per second while tiles move; `None` if there is none, or no tiles move.
@@ -388,8 +385,8 @@ impl Core {
     }
 
     /// Jobs that `viewer` may see, sorted by owner and name.
-    pub fn look(&self, viewer: Viewer) -> Vec<JobState> {
-        self.data.look(viewer)
+    pub fn job_states(&self, viewer: Viewer) -> Vec<JobState> {
+        self.data.job_states(viewer)
     }
 
     /// Bytes of host memory of all sessions, and their number.
@@ -399,12 +396,13 @@ impl Core {
 
     /// Jobs in the store that `viewer` may see, sorted by owner and name.
     pub fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
-        self.data.contents(viewer)
+        self.data.jobs.contents(viewer)
     }
 
     /// Some committed tiles of a job from `at` on; `None` if there is no such job.
-    pub fn committed_tiles(&self, at: &At) -> Option<CommittedTiles> {
-        self.data.committed_tiles(at, &self.admin.paths())
+    pub fn committed_tiles(&self, at: &TilePosition) -> Option<CommittedTiles> {
+        let paths = self.admin.devices.paths();
+        self.data.jobs.committed_tiles(at, &paths)
     }
 }
 

@@ -173,7 +173,7 @@ impl Driver {
 
     fn snapshot(&self, viewer: Viewer) -> Snapshot {
         let (arena_used_bytes, session_count) = self.core.arena_used();
-        let jobs = self.core.look(viewer).into_iter();
+        let jobs = self.core.job_states(viewer).into_iter();
         Snapshot {
             uptime: self.ledger.started_at().elapsed(),
             arena_used_bytes,
@@ -193,7 +193,7 @@ impl Driver {
         if !due {
             return;
         }
-        let jobs = self.core.look(Viewer::All);
+        let jobs = self.core.job_states(Viewer::All);
         for to_keep in self.ledger.keep_wear(&jobs, now, at_once) {
             let io = Io {
                 id: IoId(WEAR_IO | u64::from(to_keep.device.0)),

@@ -11,7 +11,7 @@ use super::session::{Session, State};
 use super::{Driver, DriverError, system, trace};
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
-use crate::core::{Adopted, Core, Event};
+use crate::core::{AdoptedSession, Core, Event};
 use crate::device::{Device, DeviceBlocks};
 use crate::handover::{Claim, Descriptors, HandedOver};
 use crate::retry;
@@ -20,7 +20,7 @@ use crate::retry;
 #[derive(Debug)]
 pub struct InheritedSession {
     /// The session as the core has adopted it.
-    pub adopted: Adopted,
+    pub adopted: AdoptedSession,
     /// Descriptors that both sides share.
     pub descriptors: Descriptors,
     /// Positions in its rings.

@@ -11,7 +11,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{At, Call, CommittedTiles, Core, Damage, NewDevice, Peer, Reply, Viewer};
+use crate::core::{
+    Call, CommittedTiles, Core, Damage, NewDevice, Peer, Reply, TilePosition, Viewer,
+};
 use crate::io::SessionId;
 use crate::metrics::{MovedBeside, Ratings, Snapshot};
 use crate::quota::{Limits, Quotas};
@@ -43,7 +45,7 @@ pub(super) enum Question {
     /// Jobs in the store.
     Contents(Viewer, oneshot::Sender<Vec<JobContent>>),
     /// Some of a job's committed tiles.
-    CommittedTiles(At, oneshot::Sender<Option<CommittedTiles>>),
+    CommittedTiles(TilePosition, oneshot::Sender<Option<CommittedTiles>>),
     /// Superblock of a device.
     Superblock(DeviceIndex, oneshot::Sender<Superblock>),
 }
@@ -198,7 +200,7 @@ impl DriverHandle {
     /// Same as [`Self::call`].
     pub(crate) fn committed_tiles(
         &self,
-        at: At,
+        at: TilePosition,
     ) -> Result<oneshot::Receiver<Option<CommittedTiles>>, Fault> {
         self.ask(|answer| Question::CommittedTiles(at, answer))
     }

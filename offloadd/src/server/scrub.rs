@@ -23,7 +23,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use crate::core::{At, CommittedTile, Damage, Viewer};
+use crate::core::{CommittedTile, Damage, TilePosition, Viewer};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
 use crate::io::AlignedBytes;
@@ -245,7 +245,7 @@ impl Scrub {
                     differing_count: 0,
                 });
             }
-            let mut at = At {
+            let mut at = TilePosition {
                 uid: job.uid,
                 name: job.name,
                 tile: 0,
@@ -290,7 +290,7 @@ impl Scrub {
     /// Checks a tile and confirms a mismatch with the owner thread.
     fn compare(
         &mut self,
-        at: &At,
+        at: &TilePosition,
         tile: &CommittedTile,
         tile_bytes: u32,
     ) -> Result<Option<Wrong>, Ended> {
@@ -310,7 +310,7 @@ impl Scrub {
                 Wrong::Checksum { expected, found }
             }
         };
-        let again = At {
+        let again = TilePosition {
             tile: tile.tile.0 as usize,
             ..at.clone()
         };
@@ -396,7 +396,7 @@ impl Scrub {
 
     fn damaged(
         &mut self,
-        at: &At,
+        at: &TilePosition,
         tile: &CommittedTile,
         damaged: DamagedTile,
     ) -> Result<(), Ended> {

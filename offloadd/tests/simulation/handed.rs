@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::ids::{Epoch, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Request, Verb};
-use offloadd::core::{Action, Adopted, Call, CallId, Core, Event, Reply};
+use offloadd::core::{Action, AdoptedSession, Call, CallId, Core, Event, Reply};
 use offloadd::handover::message::State;
 use offloadd::handover::{self, Descriptors, Found, HandedOver};
 use offloadd::io::{IoOp, IoResult};
@@ -258,7 +258,7 @@ fn handed_on(state: &State, session_count: usize) -> State {
 }
 
 /// Reads tiles of a session, and ends the operations.
-fn read_all(core: &mut Core, one: &Adopted) {
+fn read_all(core: &mut Core, one: &AdoptedSession) {
     let room = |device: usize| handed().store.devices[device].superblock.data_bytes;
     for tile in 0..8 {
         let request = Request {

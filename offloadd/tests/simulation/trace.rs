@@ -75,7 +75,7 @@ impl Trace {
         let mut seen = format!(
             "  = {:?} {:?} {:?} {} {} {:?} {}",
             core.device_states(),
-            core.look(Viewer::All),
+            core.job_states(Viewer::All),
             core.moves(),
             core.moved_bytes(),
             core.copied_bytes(),

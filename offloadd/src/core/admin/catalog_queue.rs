@@ -7,10 +7,10 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 use offload_support::units::ApproxBytes;
 
+use super::Admin;
 use super::devices::DeviceChange;
-use super::{Admin, Purpose};
 use crate::core::data::Data;
-use crate::core::operations::{Failed, Operations, Step, in_turn};
+use crate::core::operations::{Operations, ScriptFailure, ScriptId, Step, in_turn};
 use crate::core::{CallId, JobKey, Reply};
 use crate::io::AlignedBytes;
 use crate::store::CATALOG_OFFSETS;
@@ -30,14 +30,15 @@ const CATALOG_STEPS: usize = 4;
 
 pub(super) struct CatalogQueue {
     pub(super) catalog: Catalog,
-    busy: bool,
-    waiting: VecDeque<Work>,
+    /// The change that is being written, with its script.
+    writing: Option<(ScriptId, CatalogChange)>,
+    waiting: VecDeque<QueuedChange>,
     /// Set when a write of the catalog failed: which catalog the devices hold is unknown until the next start.
     broken: Option<Fault>,
 }
 
 #[derive(Debug)]
-pub(super) enum Work {
+pub(super) enum QueuedChange {
     Define {
         key: JobKey,
         definition: Arc<JobDefinition>,
@@ -54,11 +55,11 @@ pub(super) enum Work {
 #[derive(Debug)]
 pub(super) struct CatalogChange {
     catalog: Catalog,
-    what: What,
+    what: WrittenChange,
 }
 
 #[derive(Debug)]
-enum What {
+enum WrittenChange {
     Define {
         key: JobKey,
         entry: Entry,
@@ -75,17 +76,26 @@ impl CatalogQueue {
     pub(super) fn new(catalog: Catalog) -> Self {
         Self {
             catalog,
-            busy: false,
+            writing: None,
             waiting: VecDeque::new(),
             broken: None,
         }
     }
-}
 
-impl CatalogQueue {
     /// Whether no change is written or waits.
     pub(super) fn is_idle(&self) -> bool {
-        !self.busy && self.waiting.is_empty()
+        self.writing.is_none() && self.waiting.is_empty()
+    }
+
+    fn write(&mut self, change: CatalogChange, steps: Vec<Step>, ops: &mut Operations) {
+        assert!(self.writing.is_none(), "one change at a time");
+        self.writing = Some((ops.run_script(steps), change));
+    }
+
+    /// Returns the change that this script has written; `None` if the script is not the catalog's.
+    pub(super) fn end_write(&mut self, script: ScriptId) -> Option<CatalogChange> {
+        let (_, change) = self.writing.take_if(|(own, _)| *own == script)?;
+        Some(change)
     }
 
     /// Refuses all changes in this incarnation.
@@ -107,7 +117,7 @@ impl CatalogQueue {
 impl Admin {
     /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
     pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
-        let metadata_device = &self.devices[self.metadata_device.0 as usize];
+        let metadata_device = self.devices.get(self.devices.metadata_device());
         (
             metadata_device.position,
             self.catalog.catalog.of_next_incarnation(),
@@ -132,14 +142,14 @@ impl Admin {
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<(), Fault> {
-        let work = Work::Define {
+        let work = QueuedChange::Define {
             key: key.clone(),
             definition,
             local_ranks,
         };
         let queued = self.change_catalog(work, data, ops);
         if queued.is_err() {
-            data.cancel_define(&key);
+            data.jobs.cancel_define(&key);
         }
         queued
     }
@@ -155,8 +165,8 @@ impl Admin {
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
-        data.check_closed(&key)?;
-        self.change_catalog(Work::Drop { key, call }, data, ops)?;
+        data.jobs.check_closed(&key)?;
+        self.change_catalog(QueuedChange::Drop { key, call }, data, ops)?;
         Ok(None)
     }
 
@@ -166,7 +176,7 @@ impl Admin {
     /// Too many changes wait, or a write of the catalog failed.
     pub(super) fn change_catalog(
         &mut self,
-        work: Work,
+        work: QueuedChange,
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<(), Fault> {
@@ -184,8 +194,8 @@ impl Admin {
 
     /// Starts the next change. The deletion of a job whose tiles move waits: their copies must not land in space that is freed.
     pub(super) fn next_change(&mut self, data: &mut Data, ops: &mut Operations) {
-        while !self.catalog.busy {
-            if let Some(Work::Drop { key, .. }) = self.catalog.waiting.front()
+        while self.catalog.writing.is_none() {
+            if let Some(QueuedChange::Drop { key, .. }) = self.catalog.waiting.front()
                 && self.mover.is_at(key)
             {
                 return;
@@ -198,13 +208,13 @@ impl Admin {
                 continue;
             }
             match work {
-                Work::Define {
+                QueuedChange::Define {
                     key,
                     definition,
                     local_ranks,
                 } => self.start_define(key, definition, local_ranks, data, ops),
-                Work::Drop { key, call } => self.start_drop(key, call, data, ops),
-                Work::Device(change) => self.start_device_change(change, ops),
+                QueuedChange::Drop { key, call } => self.start_drop(key, call, data, ops),
+                QueuedChange::Device(change) => self.start_device_change(change, ops),
             }
         }
     }
@@ -224,17 +234,17 @@ impl Admin {
                     "the store has {JOBS_MAX} jobs, which is the limit: delete one (`offloadd job delete`)"
                 ),
             );
-            return data.answer_define(&key, &Err(fault), ops);
+            return data.jobs.answer_define(&key, &Err(fault), ops);
         }
         let mine = self.catalog.catalog.entries.iter();
         let held = mine.filter(|entry| entry.uid == key.uid).count();
-        if let Err(fault) = data.admit_job(&key, held) {
-            return data.answer_define(&key, &Err(fault), ops);
+        if let Err(fault) = data.admission().admit_job(&key, held) {
+            return data.jobs.answer_define(&key, &Err(fault), ops);
         }
-        let reservation = match self.space.reserve(&definition, local_ranks) {
+        let reservation = match self.devices.space.reserve(&definition, local_ranks) {
             Ok(reservation) => reservation,
             Err(no_room) => {
-                let path = self.path(self.metadata_device);
+                let path = self.devices.path(self.devices.metadata_device());
                 let (no_area, instead) = match no_room.no_area {
                     Some((needed, largest)) => (
                         format!(
@@ -254,18 +264,21 @@ impl Admin {
                         "job {} needs {} (all extents of its tiles and its records){no_area}; free: {}; delete a job (`offloadd job delete`) or {instead}",
                         key.name,
                         ApproxBytes(no_room.needed_bytes),
-                        self.free_room(&no_room.free_bytes)
+                        self.devices.free_room(&no_room.free_bytes)
                     ),
                 );
-                return data.answer_define(&key, &Err(fault), ops);
+                return data.jobs.answer_define(&key, &Err(fault), ops);
             }
         };
         // Checked now, after earlier changes have reserved their bytes.
-        if let Err(fault) = data.reserve(&key, reservation.bytes) {
-            self.space
+        let admitted = (data.admission()).admit_device_bytes(&key, reservation.bytes);
+        if let Err(fault) = admitted {
+            self.devices
+                .space
                 .release(&definition, &reservation.area, &reservation.extents);
-            return data.answer_define(&key, &Err(fault), ops);
+            return data.jobs.answer_define(&key, &Err(fault), ops);
         }
+        data.jobs.reserve(&key, reservation.bytes);
         let mut catalog = self.catalog.catalog.clone();
         let job_id = catalog.next_job_id;
         catalog.next_job_id += 1;
@@ -275,7 +288,7 @@ impl Admin {
             extents: reservation.extents,
             revision: 0,
         };
-        let blocks = table.encode(job_id, &self.numbers());
+        let blocks = table.encode(job_id, &self.devices.numbers());
         let entry = Entry {
             job_id,
             uid: key.uid,
@@ -285,59 +298,51 @@ impl Admin {
             reserved_bytes: reservation.bytes,
         };
         catalog.entries.push(entry.clone());
+        let metadata_device = self.devices.metadata_device();
         let mut steps = vec![
-            first_writes(self.metadata_device, &entry, blocks),
-            Step::flush([self.metadata_device]),
+            first_writes(metadata_device, &entry, blocks),
+            Step::flush([metadata_device]),
         ];
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
-        steps.extend(catalog_steps(self.metadata_device, &catalog));
-        let what = What::Define { key, entry, table };
-        self.write_catalog(CatalogChange { catalog, what }, steps, ops);
+        steps.extend(catalog_steps(metadata_device, &catalog));
+        let what = WrittenChange::Define { key, entry, table };
+        (self.catalog).write(CatalogChange { catalog, what }, steps, ops);
     }
 
     fn start_drop(&mut self, key: JobKey, call: CallId, data: &mut Data, ops: &mut Operations) {
         // Sessions may have come while this waited.
-        let job_id = match data.check_closed(&key) {
+        let job_id = match data.jobs.begin_drop(&key) {
             Ok(job_id) => job_id,
             Err(fault) => return ops.refuse(call, fault),
         };
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
         catalog.entries.retain(|entry| entry.job_id != job_id);
-        let steps = catalog_steps(self.metadata_device, &catalog);
-        data.begin_drop(&key);
-        let what = What::Drop { key, call };
-        self.write_catalog(CatalogChange { catalog, what }, steps, ops);
+        let steps = catalog_steps(self.devices.metadata_device(), &catalog);
+        let what = WrittenChange::Drop { key, call };
+        (self.catalog).write(CatalogChange { catalog, what }, steps, ops);
     }
 
     fn start_device_change(&mut self, change: DeviceChange, ops: &mut Operations) {
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
         if let Some(steps) = self.device_steps(&change, &mut catalog, ops) {
-            let what = What::Device(change);
-            self.write_catalog(CatalogChange { catalog, what }, steps, ops);
+            let what = WrittenChange::Device(change);
+            (self.catalog).write(CatalogChange { catalog, what }, steps, ops);
         }
-    }
-
-    fn write_catalog(&mut self, change: CatalogChange, steps: Vec<Step>, ops: &mut Operations) {
-        self.catalog.busy = true;
-        let script = ops.run_script(steps);
-        let purpose = Purpose::Catalog(Box::new(change));
-        self.scripts.insert(script, purpose);
     }
 
     pub(super) fn finish_catalog(
         &mut self,
         change: CatalogChange,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
         data: &mut Data,
         ops: &mut Operations,
     ) {
-        self.catalog.busy = false;
         let before = match &change.what {
-            What::Define { .. } => STEPS_BEFORE_CATALOG,
-            What::Drop { .. } => 0,
-            What::Device(change) => change.steps_before_catalog(),
+            WrittenChange::Define { .. } => STEPS_BEFORE_CATALOG,
+            WrittenChange::Drop { .. } => 0,
+            WrittenChange::Device(change) => change.steps_before_catalog(),
         };
         // After the catalog, only the superblock of a device that leaves is written, which decides nothing.
         let result = result.or_else(|failed| match failed.steps_done < before + CATALOG_STEPS {
@@ -358,13 +363,12 @@ impl Admin {
             self.catalog.catalog = change.catalog;
         }
         match change.what {
-            What::Define { key, entry, table } => {
+            WrittenChange::Define { key, entry, table } => {
                 self.finish_define(&key, entry, table, result, data, ops);
             }
-            What::Drop { key, call } => self.finish_drop(&key, call, result, data, ops),
-            What::Device(change) => self.finish_device_change(change, result, data, ops),
+            WrittenChange::Drop { key, call } => self.finish_drop(&key, call, result, data, ops),
+            WrittenChange::Device(change) => self.finish_device_change(change, result, data, ops),
         }
-        self.next_change(data, ops);
     }
 
     fn finish_define(
@@ -372,33 +376,34 @@ impl Admin {
         key: &JobKey,
         entry: Entry,
         table: TileTable,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
         data: &mut Data,
         ops: &mut Operations,
     ) {
         let answer = match result {
             Ok(()) => {
                 let reserved_bytes = entry.reserved_bytes;
-                data.store(key, entry, table, self.devices.len());
+                data.jobs.store(key, entry, table, self.devices.len());
                 Ok(reserved_bytes)
             }
             Err(failed) => {
                 // Space that a catalog may name stays reserved until the next start.
                 if self.catalog.broken.is_none() {
-                    self.space
+                    self.devices
+                        .space
                         .release(&table.definition, &entry.area, &table.extents);
                 }
                 Err(failed.fault)
             }
         };
-        data.answer_define(key, &answer, ops);
+        data.jobs.answer_define(key, &answer, ops);
     }
 
     fn finish_drop(
         &mut self,
         key: &JobKey,
         call: CallId,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
         data: &mut Data,
         ops: &mut Operations,
     ) {
@@ -406,17 +411,25 @@ impl Admin {
             // The job may be gone from the devices: `dropping` stays set, so nobody opens it in this incarnation.
             return ops.refuse(call, failed.fault);
         }
-        let (entry, table) = data.drop_job(key);
-        (self.space).release(&table.definition, &entry.area, &table.extents);
+        let (entry, table) = data.jobs.remove(key);
+        (self.devices.space).release(&table.definition, &entry.area, &table.extents);
         let freed_bytes = entry.reserved_bytes;
         ops.reply(call, Ok(Reply::DropJob { freed_bytes }));
     }
 
-    fn refuse_work(&mut self, work: &Work, fault: &Fault, data: &mut Data, ops: &mut Operations) {
+    fn refuse_work(
+        &mut self,
+        work: &QueuedChange,
+        fault: &Fault,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) {
         match work {
-            Work::Define { key, .. } => data.answer_define(key, &Err(fault.clone()), ops),
-            Work::Drop { call, .. } => ops.refuse(*call, fault.clone()),
-            Work::Device(change) => {
+            QueuedChange::Define { key, .. } => {
+                data.jobs.answer_define(key, &Err(fault.clone()), ops)
+            }
+            QueuedChange::Drop { call, .. } => ops.refuse(*call, fault.clone()),
+            QueuedChange::Device(change) => {
                 if let Some(call) = change.call() {
                     ops.refuse(call, fault.clone());
                 }
@@ -425,7 +438,7 @@ impl Admin {
     }
 }
 
-/// Writes both copies of the definition, and voids into the record slots. What was there belonged to another job; anything else
+/// Writes both copies of the definition, and voids into the record slots. WrittenChange was there belonged to another job; anything else
 /// found there later was written by a faulty drive.
 fn first_writes(metadata_device: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
     let Entry { area, job_id, .. } = entry;

@@ -17,11 +17,11 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
+use super::device_table::DeviceTable;
 use super::moving::Mover;
-use super::{Admin, Purpose};
 use crate::core::JobKey;
-use crate::core::data::{Clearing, Data, Holds, NewExtent};
-use crate::core::operations::{Failed, Operations, Step, in_turn};
+use crate::core::data::{Data, Holds, NewExtent, TornRecords};
+use crate::core::operations::{Operations, ScriptEnd, ScriptFailure, ScriptId, Step, in_turn};
 use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult};
 use crate::store::tile_table::Extent;
 
@@ -37,32 +37,42 @@ const PIECE_BYTES: u32 = 256 << 10;
 pub(super) struct Batch {
     pub(super) key: JobKey,
     job_id: u64,
-    places: Vec<Place>,
-    /// Indices in `places` whose copy has not begun.
+    moves: Vec<TileMove>,
+    /// Indices in `moves` whose copy has not begun.
     waiting: VecDeque<usize>,
     inflight_count: usize,
     /// Reason why the batch fails; its copies are discarded.
     failed: Option<Fault>,
     /// Slots with torn records, over which voids are written before anything else.
     cleared: Vec<usize>,
+    script: Option<(ScriptId, BatchScript)>,
+}
+
+/// Purpose of a batch's script.
+#[derive(Clone, Copy, Debug)]
+enum BatchScript {
+    /// Makes copies of tiles durable, and clears what an interrupted commit left.
+    Settle,
+    /// Writes a new revision of a definition.
+    Exchange,
 }
 
 /// One extent that moves.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct TileMove {
     pub(super) tile: u32,
     pub(super) which: u8,
     pub(super) from: Extent,
     pub(super) to: Extent,
     pub(super) bytes: u32,
     /// `None` for an empty extent.
-    pub(super) copy: Option<Copying>,
+    pub(super) copy: Option<CopyProgress>,
     /// Reason why the extent stays where it is.
-    stays: Option<Stays>,
+    stays: Option<StayReason>,
 }
 
 #[derive(Debug)]
-enum Stays {
+enum StayReason {
     /// The extent was written during the copy.
     Written,
     /// The extent cannot be read, or its bytes are not those that were committed.
@@ -71,7 +81,7 @@ enum Stays {
 
 /// Progress of a copy.
 #[derive(Debug)]
-pub(super) struct Copying {
+pub(super) struct CopyProgress {
     /// Expected checksum; `None` if it is unknown.
     expected: Option<u32>,
     digest: ChecksumDigest,
@@ -86,8 +96,8 @@ pub(super) struct CopyIo {
     bytes: u32,
 }
 
-impl Place {
-    /// Makes a place for an extent with `content`: `None` if it is empty, else the checksum if it is known.
+impl TileMove {
+    /// Moves an extent with `content`: `None` if it is empty, else the checksum if it is known.
     pub(super) fn new(
         tile: u32,
         which: u8,
@@ -101,7 +111,7 @@ impl Place {
             from,
             to,
             bytes,
-            copy: content.map(|expected| Copying {
+            copy: content.map(|expected| CopyProgress {
                 expected,
                 digest: ChecksumDigest::new(),
                 done_bytes: 0,
@@ -116,60 +126,68 @@ impl Place {
     }
 }
 
-impl Admin {
+impl Mover {
     pub(super) fn start_batch(
         &mut self,
         key: JobKey,
         job_id: u64,
-        places: Vec<Place>,
+        moves: Vec<TileMove>,
+        devices: &mut DeviceTable,
         data: &mut Data,
         ops: &mut Operations,
     ) {
-        let copies = places.iter().enumerate().filter(|(_, p)| p.copy.is_some());
+        let copies = moves.iter().enumerate().filter(|(_, p)| p.copy.is_some());
         let waiting = copies.map(|(index, _)| index).collect();
-        self.mover.batch = Some(Batch {
+        self.batch = Some(Batch {
             key,
             job_id,
-            places,
+            moves,
             waiting,
             inflight_count: 0,
             failed: None,
             cleared: Vec::new(),
+            script: None,
         });
-        self.copy_on(data, ops);
+        self.copy_on(devices, data, ops);
     }
 
-    fn batch(&mut self) -> &mut Batch {
-        self.mover.batch.as_mut().expect("tiles move")
+    fn current_batch(&mut self) -> &mut Batch {
+        self.batch.as_mut().expect("tiles move")
     }
 
-    fn copy_on(&mut self, data: &mut Data, ops: &mut Operations) {
-        let batch = self.batch();
+    fn copy_on(&mut self, devices: &mut DeviceTable, data: &mut Data, ops: &mut Operations) {
+        let batch = self.current_batch();
         while batch.failed.is_none() && batch.inflight_count < COPIES_MAX {
             let Some(place) = batch.waiting.pop_front() else {
                 break;
             };
-            if batch.places[place].stays.is_some() {
+            if batch.moves[place].stays.is_some() {
                 continue;
             }
             batch.inflight_count += 1;
-            return self.read_piece(place, data, ops);
+            return self.read_piece(place, devices, data, ops);
         }
         if batch.inflight_count == 0 {
-            self.settle_copies(data, ops);
+            self.settle_copies(devices, data, ops);
         }
     }
 
-    fn read_piece(&mut self, place: usize, data: &mut Data, ops: &mut Operations) {
-        let bytes = self.batch().places[place].piece_bytes();
+    fn read_piece(
+        &mut self,
+        place: usize,
+        devices: &mut DeviceTable,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) {
+        let bytes = self.current_batch().moves[place].piece_bytes();
         let buffer = AlignedBytes::zeroed(bytes as usize);
         self.copy_io(place, IoOp::Read, buffer, ops);
         // Further copies may begin.
-        self.copy_on(data, ops);
+        self.copy_on(devices, data, ops);
     }
 
     fn copy_io(&mut self, index: usize, op: IoOp, buffer: AlignedBytes, ops: &mut Operations) {
-        let place = &self.batch().places[index];
+        let place = &self.current_batch().moves[index];
         let done_bytes = place.copy.as_ref().map_or(0, |copy| copy.done_bytes);
         let extent = match op {
             IoOp::Read => place.from,
@@ -193,13 +211,14 @@ impl Admin {
         io: IoId,
         result: IoResult,
         read: Option<AlignedBytes>,
+        devices: &mut DeviceTable,
         data: &mut Data,
         ops: &mut Operations,
     ) -> bool {
         let Some(copy) = self.inflight.remove(&io) else {
             return false;
         };
-        self.on_copy_done(copy, result, read, data, ops);
+        self.on_copy_done(copy, result, read, devices, data, ops);
         true
     }
 
@@ -208,10 +227,11 @@ impl Admin {
         copy: CopyIo,
         result: IoResult,
         read: Option<AlignedBytes>,
+        devices: &mut DeviceTable,
         data: &mut Data,
         ops: &mut Operations,
     ) {
-        let place = &self.batch().places[copy.place];
+        let place = &self.current_batch().moves[copy.place];
         let extent = match copy.op {
             IoOp::Read => place.from,
             IoOp::Write | IoOp::Flush => place.to,
@@ -220,9 +240,9 @@ impl Admin {
             let CopyIo { op, bytes, .. } = copy;
             ops.device_fault(op, extent.device, extent.offset, bytes, result.outcome)
         });
-        let what = self.what_moves(copy.place);
-        let batch = self.batch();
-        let place = &mut batch.places[copy.place];
+        let what = self.what_moves(copy.place, ops);
+        let batch = self.current_batch();
+        let place = &mut batch.moves[copy.place];
         match (copy.op, failed) {
             (IoOp::Read, None) if batch.failed.is_none() && place.stays.is_none() => {
                 let bytes = read.expect("a copy reads into the daemon's own bytes");
@@ -231,7 +251,7 @@ impl Admin {
                 return self.copy_io(copy.place, IoOp::Write, bytes, ops);
             }
             (IoOp::Read, Some(fault)) if place.stays.is_none() => {
-                place.stays = Some(Stays::Lost(fault))
+                place.stays = Some(StayReason::Lost(fault))
             }
             (IoOp::Write, Some(fault)) => {
                 batch.failed.get_or_insert(fault);
@@ -240,11 +260,11 @@ impl Admin {
                 let copying = place.copy.as_mut().expect("it is copied");
                 copying.done_bytes += copy.bytes;
                 if copying.done_bytes < place.bytes {
-                    return self.read_piece(copy.place, data, ops);
+                    return self.read_piece(copy.place, devices, data, ops);
                 }
                 let found = copying.digest.sum();
                 if copying.expected.is_some_and(|expected| expected != found) {
-                    place.stays = Some(Stays::Lost(Fault::new(
+                    place.stays = Some(StayReason::Lost(Fault::new(
                         FaultKind::Damaged,
                         format!("{what} is damaged: checksum {found:08x}, committed was another"),
                     )));
@@ -252,90 +272,97 @@ impl Admin {
             }
             _ => {}
         }
-        self.batch().inflight_count -= 1;
-        self.copy_on(data, ops);
+        self.current_batch().inflight_count -= 1;
+        self.copy_on(devices, data, ops);
     }
 
-    fn what_moves(&self, place: usize) -> String {
-        let batch = self.mover.batch.as_ref().expect("tiles move");
-        let Place { tile, from, .. } = &batch.places[place];
+    fn what_moves(&self, place: usize, ops: &Operations) -> String {
+        let batch = self.batch.as_ref().expect("tiles move");
+        let TileMove { tile, from, .. } = &batch.moves[place];
         format!(
             "tile {tile} of job {} of uid {} at {} of {}",
             batch.key.name,
             batch.key.uid,
             from.offset,
-            self.path(from.device)
+            ops.path(from.device)
         )
     }
 
     /// Fails copies on `device` after a failed flush: they may be lost, and the next flush would not report it.
     pub(in crate::core) fn fail_copies_of(&mut self, device: DeviceIndex, fault: &Fault) {
-        if let Some(batch) = &mut self.mover.batch
-            && batch.places.iter().any(|place| place.to.device == device)
+        if let Some(batch) = &mut self.batch
+            && batch.moves.iter().any(|place| place.to.device == device)
         {
             batch.failed.get_or_insert_with(|| fault.clone());
         }
     }
 
     /// Flushes the copies after the last one, and clears torn records, because they may name the extents that become free.
-    fn settle_copies(&mut self, data: &mut Data, ops: &mut Operations) {
-        let batch = self.batch();
+    fn settle_copies(&mut self, devices: &mut DeviceTable, data: &mut Data, ops: &mut Operations) {
+        let batch = self.current_batch();
         if let Some(fault) = batch.failed.take() {
-            return self.end_batch(Some(fault), data, ops);
+            return self.end_batch(Some(fault), devices, data, ops);
         }
-        let copied = (batch.places.iter()).filter(|p| p.copy.is_some() && p.stays.is_none());
+        let copied = (batch.moves.iter()).filter(|p| p.copy.is_some() && p.stays.is_none());
         let mut flushed: Vec<_> = copied.map(|place| place.to.device).collect();
-        let Clearing { slots, writes } = data.freeze_to_clear(&batch.key);
+        let TornRecords { slots, writes } = data.jobs.moving(&batch.key).freeze_to_clear();
         batch.cleared = slots;
         let mut steps = Vec::new();
         if !writes.is_empty() {
-            steps.push(Step::writes(self.metadata_device, writes));
-            flushed.push(self.metadata_device);
+            steps.push(Step::writes(ops.metadata_device(), writes));
+            flushed.push(ops.metadata_device());
         }
         flushed.sort_unstable_by_key(|device| device.0);
         flushed.dedup();
         if !is_disabled(Safeguard::CopyFlush) {
             steps.push(Step::flush(flushed));
         }
-        self.run_script(Purpose::Settle, steps, ops);
+        self.run_script(BatchScript::Settle, steps, ops);
     }
 
-    pub(super) fn finish_settle(
+    fn finish_settle(
         &mut self,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
+        devices: &mut DeviceTable,
         data: &mut Data,
         ops: &mut Operations,
     ) {
-        let batch = self.batch();
+        let batch = self.current_batch();
         let key = batch.key.clone();
         let cleared = std::mem::take(&mut batch.cleared);
         let failed = batch.failed.take();
-        data.thaw(&key);
+        data.jobs.moving(&key).thaw();
         if let Some(fault) = result.err().map(|failed| failed.fault).or(failed) {
-            return self.end_batch(Some(fault), data, ops);
+            return self.end_batch(Some(fault), devices, data, ops);
         }
-        data.clear(&key, &cleared);
-        self.exchange(&key, data, ops);
+        data.jobs.moving(&key).clear(&cleared);
+        self.exchange(&key, devices, data, ops);
     }
 
-    /// Writes the definition with the new extents of all places that still can move.
-    fn exchange(&mut self, key: &JobKey, data: &mut Data, ops: &mut Operations) {
-        let batch = self.mover.batch.as_mut().expect("tiles move");
-        let places = batch.places.iter().map(|place| (place.tile, place.which));
-        let Some(holds) = data.exchangeable(key, places) else {
-            return self.end_batch(None, data, ops);
+    /// Writes the definition with the new extents of all moves that still can move.
+    fn exchange(
+        &mut self,
+        key: &JobKey,
+        devices: &mut DeviceTable,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) {
+        let batch = self.batch.as_mut().expect("tiles move");
+        let moves = batch.moves.iter().map(|place| (place.tile, place.which));
+        let Some(holds) = data.jobs.moving(key).exchangeable(moves) else {
+            return self.end_batch(None, devices, data, ops);
         };
         let mut given_up = Vec::new();
         let mut holds = holds.into_iter();
         let mut lost = Vec::new();
-        batch.places.retain_mut(|place| {
+        batch.moves.retain_mut(|place| {
             let moves = match holds.next().expect("one a place") {
                 Holds::Moving => false,
                 Holds::Nothing => place.copy.is_none() || place.stays.is_none(),
                 Holds::Bytes(_) => place.copy.is_some() && place.stays.is_none(),
             };
             if !moves {
-                if let Some(Stays::Lost(fault)) = place.stays.take() {
+                if let Some(StayReason::Lost(fault)) = place.stays.take() {
                     lost.push((place.tile, place.which, fault));
                 }
                 given_up.push((place.to, place.bytes));
@@ -343,58 +370,60 @@ impl Admin {
             moves
         });
         for (tile, which, fault) in lost {
-            (self.mover.stuck).add(batch.job_id, tile, which, fault);
+            (self.stuck).add(batch.job_id, tile, which, fault);
         }
-        if batch.places.is_empty() {
-            self.give_all(given_up);
-            return self.end_batch(None, data, ops);
+        if batch.moves.is_empty() {
+            devices.free_all(given_up);
+            return self.end_batch(None, devices, data, ops);
         }
-        let extents = batch.places.iter().map(|place| NewExtent {
+        let extents = batch.moves.iter().map(|place| NewExtent {
             tile: place.tile,
             which: place.which,
             to: place.to,
         });
-        let numbers: Vec<u32> = (self.devices.iter().map(|d| d.superblock.number)).collect();
-        let Some((places, blocks)) = data.replace_extents(key, extents, &numbers) else {
-            self.give_all(given_up);
+        let numbers = devices.numbers();
+        let Some((offsets, blocks)) = data.jobs.moving(key).replace_extents(extents, &numbers)
+        else {
+            devices.free_all(given_up);
             let what = format!(
                 "the definition of job {} of uid {} has the highest revision number: its tiles do not move until the job is deleted",
                 key.name, key.uid
             );
             let fault = Fault::new(FaultKind::TooMany, what);
-            return self.end_batch(Some(fault), data, ops);
+            return self.end_batch(Some(fault), devices, data, ops);
         };
         if is_disabled(Safeguard::LeaveLast) {
-            let left = batch.places.iter().map(|place| (place.from, place.bytes));
+            let left = batch.moves.iter().map(|place| (place.from, place.bytes));
             let left: Vec<_> = left.collect();
-            self.give_all(left);
+            devices.free_all(left);
         }
-        self.give_all(given_up);
+        devices.free_all(given_up);
         self.run_script(
-            Purpose::Exchange,
-            in_turn(self.metadata_device, places, blocks),
+            BatchScript::Exchange,
+            in_turn(ops.metadata_device(), offsets, blocks),
             ops,
         );
     }
 
-    pub(super) fn finish_exchange(
+    fn finish_exchange(
         &mut self,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
+        devices: &mut DeviceTable,
         data: &mut Data,
         ops: &mut Operations,
     ) {
-        let batch = self.mover.batch.take().expect("tiles move");
+        let batch = self.batch.take().expect("tiles move");
         let key = &batch.key;
-        data.thaw(key);
+        data.jobs.moving(key).thaw();
         // Copies were flushed before, so a flush that failed since has lost none of them, and `batch.failed` does not matter
         // here.
         match result {
             Ok(()) => {
                 if !is_disabled(Safeguard::LeaveLast) {
-                    let left = batch.places.iter().map(|place| (place.from, place.bytes));
-                    self.mover.left.extend(left);
+                    let left = batch.moves.iter().map(|place| (place.from, place.bytes));
+                    self.left.extend(left);
                 }
-                self.free_left(None, data);
+                self.free_left(None, devices, data);
             }
             Err(failed) => {
                 // Both extents of each tile stay reserved, because it is unknown which definition the devices hold.
@@ -405,68 +434,85 @@ impl Admin {
                         key.name, failed.fault.message
                     ),
                 );
-                data.lose_table(key, broken, &failed.fault);
-                self.mover.stop(&failed.fault);
+                data.jobs.moving(key).lose_table(broken, &failed.fault);
+                self.stop(&failed.fault);
             }
         }
         data.try_commit(key, ops);
-        self.next_change(data, ops);
     }
 
     /// Discards the batch and frees its new extents. With a fault, no tile moves until an administrator asks again.
-    fn end_batch(&mut self, fault: Option<Fault>, data: &mut Data, ops: &mut Operations) {
-        let batch = self.mover.batch.take().expect("tiles move");
+    fn end_batch(
+        &mut self,
+        fault: Option<Fault>,
+        devices: &mut DeviceTable,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) {
+        let batch = self.batch.take().expect("tiles move");
         if let Some(fault) = fault {
-            self.mover.stop(&fault);
+            self.stop(&fault);
         }
-        let given_up = batch.places.into_iter();
-        self.give_all(given_up.map(|place| (place.to, place.bytes)));
+        let given_up = batch.moves.into_iter();
+        devices.free_all(given_up.map(|place| (place.to, place.bytes)));
         data.try_commit(&batch.key, ops);
-        self.next_change(data, ops);
     }
 
-    fn run_script(&mut self, purpose: Purpose, steps: Vec<Step>, ops: &mut Operations) {
+    fn run_script(&mut self, purpose: BatchScript, steps: Vec<Step>, ops: &mut Operations) {
         let script = ops.run_script(steps);
-        self.scripts.insert(script, purpose);
+        self.current_batch().script = Some((script, purpose));
     }
 
-    fn give_all(&mut self, extents: impl IntoIterator<Item = (Extent, u32)>) {
-        for (extent, bytes) in extents {
-            self.space.give(extent, u64::from(bytes));
+    /// Handles the end of the batch's script.
+    pub(super) fn on_script_end(
+        &mut self,
+        end: ScriptEnd,
+        devices: &mut DeviceTable,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) {
+        let (script, purpose) = self.current_batch().script.take().expect("our script");
+        assert_eq!(script, end.script, "a batch has one script at a time");
+        match purpose {
+            BatchScript::Settle => self.finish_settle(end.result, devices, data, ops),
+            BatchScript::Exchange => self.finish_exchange(end.result, devices, data, ops),
         }
     }
 
     /// Frees extents that tiles have left, when no read of them is in flight. `ended` is the extent whose operation has ended;
     /// `None` checks all.
-    pub(in crate::core) fn free_left(&mut self, ended: Option<Extent>, data: &Data) {
-        if self.mover.left.is_empty() {
+    pub(super) fn free_left(
+        &mut self,
+        ended: Option<Extent>,
+        devices: &mut DeviceTable,
+        data: &Data,
+    ) {
+        if self.left.is_empty() {
             return;
         }
         if let Some(extent) = ended
-            && !self.mover.left.iter().any(|(left, _)| *left == extent)
+            && !self.left.iter().any(|(left, _)| *left == extent)
         {
             return;
         }
         let used: HashSet<Extent> = data.extents_in_use().collect();
-        let left = std::mem::take(&mut self.mover.left);
+        let left = std::mem::take(&mut self.left);
         let (kept, free): (Vec<_>, Vec<_>) =
             (left.into_iter()).partition(|(extent, _)| used.contains(extent));
-        self.mover.left = kept;
-        self.give_all(free);
+        self.left = kept;
+        devices.free_all(free);
     }
-}
 
-impl Mover {
     /// Discards the copy of an extent that the job writes to.
     pub(super) fn invalidate_copy(&mut self, key: &JobKey, tile: u32, which: u8) {
         let Some(batch) = self.batch.as_mut().filter(|batch| batch.key == *key) else {
             return;
         };
-        let same = |place: &&mut Place| place.tile == tile && place.which == which;
-        if let Some(place) = batch.places.iter_mut().find(same)
+        let same = |place: &&mut TileMove| place.tile == tile && place.which == which;
+        if let Some(place) = batch.moves.iter_mut().find(same)
             && place.copy.is_some()
         {
-            place.stays = Some(Stays::Written);
+            place.stays = Some(StayReason::Written);
         }
     }
 }

@@ -13,16 +13,12 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, DeviceNumber};
 
 use super::Admin;
-use super::catalog_queue::{Work, catalog_steps};
-use super::moving::area_bytes;
+use super::catalog_queue::{QueuedChange, catalog_steps};
 use crate::core::data::Data;
-use crate::core::operations::{Failed, Operations, Step, in_turn};
+use crate::core::operations::{Operations, ScriptFailure, Step, in_turn};
 use crate::core::{Action, CallId, NewDevice, Reply};
 use crate::io::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
-use crate::store::placement::rate;
-use crate::store::recover::RecoveredDevice;
-use crate::store::superblock::Superblock;
 use crate::store::{BLOCK, CATALOG_OFFSETS, DEVICES_MAX, SUPERBLOCK_OFFSETS};
 
 /// A change of the catalog's list of devices.
@@ -65,26 +61,6 @@ impl DeviceChange {
 }
 
 impl Admin {
-    /// Numbers of the devices by index, as definitions name them.
-    pub(super) fn numbers(&self) -> Vec<u32> {
-        let numbers = self.devices.iter().map(|d| d.superblock.number);
-        numbers.collect()
-    }
-
-    /// Checks that one more device can be added in this incarnation: a device that left keeps its index until it ends.
-    pub(in crate::core) fn check_growth(&self) -> Result<(), Fault> {
-        if self.devices.len() < DEVICES_MAX as usize {
-            return Ok(());
-        }
-        Err(Fault::new(
-            FaultKind::TooMany,
-            format!(
-                "{} devices are or were part of the store since offloadd was started, which is the limit: restart offloadd, or drain a device first",
-                self.devices.len()
-            ),
-        ))
-    }
-
     pub(in crate::core) fn add_device(
         &mut self,
         call: CallId,
@@ -93,46 +69,13 @@ impl Admin {
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         self.check_writing()?;
-        let device = DeviceIndex(self.devices.len() as u32);
-        let rates = new.rates;
         self.limit_next_moves(new.rebalance_bytes_per_s_max, data);
         ops.add_device(new.path.clone());
-        self.devices.push(RecoveredDevice {
-            position: device.0 as usize,
-            path: new.path,
-            superblock: Superblock {
-                store: self.catalog.catalog.store,
-                // Assigned when its turn comes.
-                number: u32::MAX,
-                id: new.id,
-                drained: false,
-                data_bytes: new.data_bytes,
-                read_bytes_per_s: rates.read_bytes_per_s,
-                write_bytes_per_s: rates.write_bytes_per_s,
-                created_unix_s: new.created_unix_s,
-            },
-            phase: None,
-        });
-        let rate = rate(rates.read_bytes_per_s, rates.write_bytes_per_s);
-        self.space.add(new.data_bytes, rate);
-        self.space.close(device);
-        data.add_device();
+        let device = self.devices.add(new, self.catalog.catalog.store);
+        data.jobs.add_device();
         let change = DeviceChange::Add { call, device };
-        self.change_catalog(Work::Device(change), data, ops)?;
+        self.change_catalog(QueuedChange::Device(change), data, ops)?;
         Ok(None)
-    }
-
-    /// Finds the device at this path of the settings.
-    pub(super) fn device_named(&self, path: &str) -> Result<DeviceIndex, Fault> {
-        let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
-        found.map(|index| DeviceIndex(index as u32)).ok_or_else(|| {
-            let known: Vec<&str> = (self.devices.iter().filter(|d| d.phase.is_some()))
-                .map(|device| device.path.as_str())
-                .collect();
-            let known = known.join(", ");
-            let what = format!("the store has no device {path}; it has {known}");
-            Fault::new(FaultKind::NotFound, what)
-        })
     }
 
     pub(in crate::core) fn drain_device(
@@ -143,11 +86,10 @@ impl Admin {
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
-        let device = self.device_named(path)?;
+        let device = self.devices.find(path)?;
         self.check_writing()?;
-        let index = device.0 as usize;
-        if self.space.is_closed(device) {
-            if self.devices[index].phase != Some(Phase::Draining) {
+        if self.devices.space.is_closed(device) {
+            if self.devices.get(device).phase != Some(Phase::Draining) {
                 let what = format!("a drain of {path} is about to start: try again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
@@ -156,13 +98,13 @@ impl Admin {
             let left_bytes = self.left_bytes(device, data);
             return Ok(Some(Reply::DrainDevice { left_bytes }));
         }
-        self.check_room_without(device, data)?;
+        (self.devices).check_room_without(device, &data.jobs)?;
         self.limit_next_moves(rebalance_bytes_per_s_max, data);
         // From now on nothing new is placed on the device.
-        self.space.close(device);
+        self.devices.space.close(device);
         let change = DeviceChange::Drain { call, device };
-        if let Err(fault) = self.change_catalog(Work::Device(change), data, ops) {
-            self.space.open(device);
+        if let Err(fault) = self.change_catalog(QueuedChange::Device(change), data, ops) {
+            self.devices.space.open(device);
             return Err(fault);
         }
         Ok(None)
@@ -191,7 +133,7 @@ impl Admin {
                     return None;
                 };
                 catalog.next_number = next;
-                let new = &mut self.devices[device.0 as usize];
+                let new = self.devices.get_mut(device);
                 new.superblock.number = number;
                 ops.set_number(device, DeviceNumber(number));
                 catalog.devices.push(DeviceEntry {
@@ -209,34 +151,34 @@ impl Admin {
                     Step::writes(device, superblocks.into_iter().chain(catalogs)),
                     Step::flush([device]),
                 ];
-                steps.extend(catalog_steps(self.metadata_device, catalog));
+                steps.extend(catalog_steps(self.devices.metadata_device(), catalog));
                 Some(steps)
             }
             DeviceChange::Drain { device, .. } => {
-                self.entry_of(catalog, device).phase = Phase::Draining;
-                Some(catalog_steps(self.metadata_device, catalog))
+                self.devices.entry_of(catalog, device).phase = Phase::Draining;
+                Some(catalog_steps(self.devices.metadata_device(), catalog))
             }
             DeviceChange::Settle { device } => {
                 // While this change waited, the device may have been drained, or another one added: then everything is planned
                 // again.
-                let filling = self.devices[device.0 as usize].phase == Some(Phase::Filling);
+                let filling = self.devices.get(device).phase == Some(Phase::Filling);
                 if !filling || !self.mover.is_done() {
                     return None;
                 }
-                self.entry_of(catalog, device).phase = Phase::Settled;
-                Some(catalog_steps(self.metadata_device, catalog))
+                self.devices.entry_of(catalog, device).phase = Phase::Settled;
+                Some(catalog_steps(self.devices.metadata_device(), catalog))
             }
             DeviceChange::Remove { device } => {
                 // The change was queued twice.
-                if self.devices[device.0 as usize].phase != Some(Phase::Draining) {
+                if self.devices.get(device).phase != Some(Phase::Draining) {
                     return None;
                 }
-                let superblock = &mut self.devices[device.0 as usize].superblock;
+                let superblock = &mut self.devices.get_mut(device).superblock;
                 let number = superblock.number;
                 superblock.drained = true;
                 let blocks = superblock.encode();
                 catalog.devices.retain(|entry| entry.number != number);
-                let mut steps = catalog_steps(self.metadata_device, catalog);
+                let mut steps = catalog_steps(self.devices.metadata_device(), catalog);
                 // The catalog decides: a device that is drained because it fails may refuse this write. One copy after the other,
                 // so that a power cut leaves a whole one.
                 steps.extend(in_turn(device, SUPERBLOCK_OFFSETS, blocks));
@@ -245,16 +187,10 @@ impl Admin {
         }
     }
 
-    fn entry_of<'a>(&self, catalog: &'a mut Catalog, device: DeviceIndex) -> &'a mut DeviceEntry {
-        let number = self.devices[device.0 as usize].superblock.number;
-        let mut entries = catalog.devices.iter_mut();
-        (entries.find(|entry| entry.number == number)).expect("a device of the store")
-    }
-
     pub(super) fn finish_device_change(
         &mut self,
         change: DeviceChange,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
         data: &mut Data,
         ops: &mut Operations,
     ) {
@@ -264,7 +200,7 @@ impl Admin {
         | DeviceChange::Remove { device }) = change;
         if let Err(failed) = result {
             if let DeviceChange::Drain { .. } = change {
-                self.space.open(device);
+                self.devices.space.open(device);
             }
             self.mover.stop(&failed.fault);
             if let Some(call) = change.call() {
@@ -272,12 +208,12 @@ impl Admin {
             }
             return;
         }
-        let state = &mut self.devices[device.0 as usize];
+        let state = self.devices.get_mut(device);
         let answer = match change {
             DeviceChange::Add { call, .. } => {
                 state.phase = Some(Phase::Filling);
                 let number = state.superblock.number;
-                self.space.open(device);
+                self.devices.space.open(device);
                 Some((call, Reply::AddDevice { number }))
             }
             DeviceChange::Drain { call, .. } => {
@@ -299,17 +235,5 @@ impl Admin {
         if let Some((call, reply)) = answer {
             ops.reply(call, Ok(reply));
         }
-    }
-
-    /// Whether the metadata device is drained and holds nothing but the catalog and the jobs' areas.
-    pub(super) fn only_metadata_left(&self, data: &Data) -> bool {
-        self.devices[self.metadata_device.0 as usize].phase == Some(Phase::Draining)
-            && self.bytes_on(self.metadata_device) == area_bytes(data)
-    }
-
-    /// Bytes on `device`: tiles of jobs and of sessions, and areas.
-    pub(super) fn bytes_on(&self, device: DeviceIndex) -> u64 {
-        let data_bytes = self.devices[device.0 as usize].superblock.data_bytes;
-        data_bytes - self.space.free_bytes(device)
     }
 }

@@ -6,32 +6,24 @@
 
 use std::collections::BTreeMap;
 
-use offload_api::ids::{DeviceIndex, Epoch};
+use offload_api::ids::Epoch;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::Admin;
-use crate::core::Adopted;
-use crate::core::data::{Data, DeviceNumbers};
+use crate::core::AdoptedSession;
+use crate::core::data::Data;
 use crate::core::operations::{Operations, Waiter};
 use crate::handover::message;
 
 impl Admin {
     /// Whether no change of the catalog is written or waits, and no tile moves.
     pub(in crate::core) fn is_quiet(&self) -> bool {
-        self.catalog.is_idle() && self.mover.batch.is_none()
-    }
-
-    fn device_numbers(&self) -> DeviceNumbers {
-        let numbers = self.devices.iter();
-        let numbers = numbers.map(|device| (device.superblock.number, device.phase.is_some()));
-        DeviceNumbers {
-            numbers: numbers.collect(),
-        }
+        self.catalog.is_idle() && self.mover.is_idle()
     }
 
     /// Returns the state that the next daemon cannot read from the devices.
     pub(in crate::core) fn hand_over(&self, data: &Data) -> message::State {
-        let (sessions, jobs) = data.hand_over(&self.device_numbers());
+        let (sessions, jobs) = data.hand_over(&self.devices.numbers_for_hand_over());
         message::State {
             store: self.catalog.catalog.store.0.to_vec(),
             epoch: data.epoch().0,
@@ -46,8 +38,7 @@ impl Admin {
     /// Flushes what sessions have written, so that a flush that fails while the next daemon starts loses nothing of theirs. A
     /// failure poisons their jobs, and is handed over with them. Nothing else is in flight.
     pub(in crate::core) fn flush_for_hand_over(&self, data: &Data, ops: &mut Operations) {
-        for (index, device) in self.devices.iter().enumerate() {
-            let index = DeviceIndex(index as u32);
+        for (index, device) in self.devices.iter() {
             if device.phase.is_some() && data.has_unflushed(index) {
                 ops.flush(index, Waiter::HandOver);
             }
@@ -88,7 +79,7 @@ impl Admin {
         has_descriptors: impl Fn(usize) -> bool,
         data: &mut Data,
         ops: &mut Operations,
-    ) -> Result<(Vec<Adopted>, Vec<String>), String> {
+    ) -> Result<(Vec<AdoptedSession>, Vec<String>), String> {
         assert!(!data.has_sessions(), "before anybody has come");
         self.check_state(state)?;
         let mut sessions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
@@ -136,9 +127,10 @@ impl Admin {
         (indices, already): (&[usize], usize),
         data: &mut Data,
         ops: &mut Operations,
-    ) -> Result<Vec<Adopted>, String> {
-        let checked = data.check_adopted(state, job, indices, already, &self.device_numbers())?;
-        let mut space = self.space.clone();
+    ) -> Result<Vec<AdoptedSession>, String> {
+        let numbers = self.devices.numbers_for_hand_over();
+        let checked = data.check_adopted(state, job, indices, already, &numbers)?;
+        let mut space = self.devices.space.clone();
         for kept in checked.kept_room() {
             if !space.take(kept.extent, kept.bytes) {
                 return Err(format!(
@@ -146,11 +138,11 @@ impl Admin {
                     kept.name,
                     kept.bytes,
                     kept.extent.offset,
-                    self.path(kept.extent.device)
+                    self.devices.path(kept.extent.device)
                 ));
             }
         }
-        self.space = space;
+        self.devices.space = space;
         Ok(data.adopt(job, checked, ops))
     }
 }

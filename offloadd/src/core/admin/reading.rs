@@ -35,7 +35,7 @@ impl Admin {
         let why = self
             .read_only
             .as_ref()
-            .filter(|_| device == self.metadata_device);
+            .filter(|_| device == self.devices.metadata_device());
         why.map(|fault| fault.message.clone())
     }
 

@@ -12,13 +12,14 @@ use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
 use offload_support::units::ApproxBytes;
 
-use super::job::{Job, Stored};
+use super::job::{Job, RankState};
 use super::scratch::ScratchTile;
 use super::session::{Session, Stage, ring_entries};
+use super::stored::StoredJob;
 use super::tiles::free_extent;
 use super::{Data, JobKey};
+use crate::core::Peer;
 use crate::core::operations::Operations;
-use crate::core::{Peer, Reply};
 use crate::handover::message;
 use crate::io::SessionId;
 use crate::store::definition::JobName;
@@ -27,7 +28,7 @@ use crate::store::tile_table::Extent;
 
 /// An adopted session.
 #[derive(Clone, Debug)]
-pub struct Adopted {
+pub struct AdoptedSession {
     /// Number in this incarnation.
     pub session: SessionId,
     /// Index in the handed-over state.
@@ -44,7 +45,7 @@ pub struct Adopted {
 }
 
 /// A handed-over session whose fields are valid.
-struct Checked {
+struct CheckedSession {
     index: usize,
     rank: Rank,
     peer: Peer,
@@ -69,7 +70,7 @@ pub(in crate::core) struct CheckedJob {
     tiles: CheckedTiles,
     poison: Option<Fault>,
     gone: Option<Fault>,
-    sessions: Vec<Checked>,
+    sessions: Vec<CheckedSession>,
 }
 
 /// Space of a session's own tiles, and its name in a refusal.
@@ -136,7 +137,7 @@ impl Data {
             let here = !matches!(session.stage, Stage::Ending { .. });
             session.inflight_count == 0 && here
         };
-        self.inflight.is_empty() && self.sessions.values().all(quiet)
+        self.inflight.is_empty() && self.sessions.iter().all(quiet)
     }
 
     /// Returns the state that the next daemon cannot read from the devices. It does not contain calls that wait for other
@@ -145,16 +146,17 @@ impl Data {
         &self,
         devices: &DeviceNumbers,
     ) -> (Vec<message::Session>, Vec<message::Job>) {
-        let used: Vec<(&JobKey, &Job)> = (self.jobs.iter())
-            .filter(|(_, job)| !job.members.is_empty() && job.broken.is_none())
+        let used: Vec<&Job> = (self.jobs.iter())
+            .filter(|job| !job.members.is_empty() && job.broken.is_none())
             .collect();
-        let place = |key: &JobKey| used.iter().position(|(other, _)| *other == key);
-        let live = (self.sessions.iter()).filter(|(_, session)| session.stage == Stage::Live);
-        let sessions = live.filter_map(|(id, session)| {
-            let job = place(&session.key)? as u32;
-            Some(session_state(*id, session, job, devices))
+        let place = |key: &JobKey| used.iter().position(|job| job.key == *key);
+        let live = (self.sessions.iter()).filter(|session| session.stage == Stage::Live);
+        let sessions = live.filter_map(|session| {
+            let place = place(&session.key)?;
+            let resumed = used[place].has_resumed(session.rank);
+            Some(session_state(session, place as u32, resumed, devices))
         });
-        let jobs = (used.iter()).map(|(key, job)| job_state(key, job, devices));
+        let jobs = used.iter().map(|job| job_state(job, devices));
         (sessions.collect(), jobs.collect())
     }
 
@@ -172,7 +174,8 @@ impl Data {
     ) -> Result<CheckedJob, String> {
         let name = JobName::new(job.name.clone()).map_err(|fault| fault.message)?;
         let key = JobKey::new(job.uid, name);
-        let tiles = self.check_tiles(&key, job, devices)?;
+        let stored = self.jobs.get(&key).and_then(|job| job.stored.as_ref());
+        let tiles = check_tiles(stored, job, devices)?;
         let poison = job.poison.as_ref().map(checked_fault).transpose()?;
         let gone = job.gone.as_ref().map(checked_fault).transpose()?;
         if job.local_ranks == 0
@@ -202,15 +205,16 @@ impl Data {
         if ranks.len() < checked.len() || tokens.len() < checked.len() {
             return Err("two of its sessions have the same rank or token".into());
         }
-        if tokens.iter().any(|token| self.tokens.contains_key(token)) {
+        if tokens.iter().any(|token| self.sessions.has_token(token)) {
             return Err("another job's session has the token of one of its sessions".into());
         }
         let asked: u64 = checked.iter().map(|s| s.geometry.arena_bytes()).sum();
-        if asked > self.arena_free_bytes() {
+        let free_bytes = self.admission().arena_free_bytes();
+        if asked > free_bytes {
             return Err(format!(
                 "its sessions have {} of host memory, but the settings leave only {}",
                 ApproxBytes(asked),
-                ApproxBytes(self.arena_free_bytes())
+                ApproxBytes(free_bytes)
             ));
         }
         Ok(CheckedJob {
@@ -228,7 +232,7 @@ impl Data {
         job: &message::Job,
         checked: CheckedJob,
         ops: &mut Operations,
-    ) -> Vec<Adopted> {
+    ) -> Vec<AdoptedSession> {
         let CheckedJob {
             key,
             tiles,
@@ -236,33 +240,25 @@ impl Data {
             gone,
             sessions,
         } = checked;
-        let device_count = ops.device_count();
-        let into = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
-        into.adopt(job, [poison, gone], tiles.unflushed);
-        if let Some(stored) = &mut into.stored {
-            if let Some(committed) = tiles.committed {
-                for (tile, version) in stored.tiles.iter_mut().zip(committed) {
-                    tile.committed = version;
-                }
-            }
-            for (index, working, failed) in tiles.working {
-                let tile = &mut stored.tiles[index];
-                (tile.working, tile.failed) = (working, failed);
-                stored.failed_count += usize::from(failed);
-            }
-        }
+        let adopting = self.jobs.get_or_new(&key, ops.device_count());
+        adopting.adopt(job, [poison, gone], tiles);
         let begin = |checked| self.begin_again(&key, checked, ops);
         sessions.into_iter().map(begin).collect()
     }
 
     /// Uses the epoch of the previous daemon, which adopted sessions know.
     pub(in crate::core) fn continue_epoch(&mut self, epoch: Epoch) {
-        self.epoch = epoch;
+        self.incarnation.epoch = epoch;
     }
 
-    fn begin_again(&mut self, key: &JobKey, checked: Checked, ops: &mut Operations) -> Adopted {
+    fn begin_again(
+        &mut self,
+        key: &JobKey,
+        checked: CheckedSession,
+        ops: &mut Operations,
+    ) -> AdoptedSession {
         let id = SessionId(ops.number());
-        let adopted = Adopted {
+        let adopted = AdoptedSession {
             session: id,
             index: checked.index,
             peer: checked.peer,
@@ -271,11 +267,13 @@ impl Data {
             geometry: checked.geometry.clone(),
             ring_entries: ring_entries(checked.iodepth),
         };
-        self.arena_used_bytes += checked.geometry.arena_bytes();
-        self.tokens.insert(checked.token, id);
         let job = self.jobs.get_mut(key).expect("just made");
-        job.members.insert(checked.rank, id);
-        let session = Session {
+        let state = RankState {
+            resumed: checked.resumed,
+        };
+        job.members.insert(checked.rank, state);
+        self.sessions.insert(Session {
+            id,
             key: key.clone(),
             rank: checked.rank,
             uid: checked.peer.uid,
@@ -289,101 +287,9 @@ impl Data {
             busy_slots: HashSet::new(),
             inflight_count: 0,
             tickets: HashMap::new(),
-            resumed: checked.resumed,
             scratch: checked.scratch,
-        };
-        self.sessions.insert(id, session);
+        });
         adopted
-    }
-
-    fn check_tiles(
-        &self,
-        key: &JobKey,
-        job: &message::Job,
-        devices: &DeviceNumbers,
-    ) -> Result<CheckedTiles, String> {
-        let mut unflushed = vec![false; devices.numbers.len()];
-        for number in &job.touched {
-            unflushed[devices.index(*number)?.0 as usize] = true;
-        }
-        let mut checked = CheckedTiles {
-            committed: None,
-            working: Vec::new(),
-            unflushed,
-        };
-        let stored = self.jobs.get(key).and_then(|job| job.stored.as_ref());
-        let found = stored.map(status);
-        if found != job.stored {
-            let words = |status: Option<message::Stored>| match status {
-                None => "no tiles".to_owned(),
-                Some(status) => format!(
-                    "id {}, revision {}, generation {} written by {:x}",
-                    status.job_id, status.revision, status.newest, status.newest_epoch
-                ),
-            };
-            return Err(format!(
-                "the devices have {}, but {} was handed over",
-                words(found),
-                words(job.stored)
-            ));
-        }
-        let Some(stored) = stored else {
-            return match (job.resumed, job.tiles.is_empty()) {
-                (None, true) => Ok(checked),
-                _ => Err("it has resumed without tiles".into()),
-            };
-        };
-        if let Some(why) = stored.unreadable() {
-            return Err(format!("{why}: it may be its newest generation"));
-        }
-        if job.resumed.is_none() {
-            return match (job.working, job.tiles.is_empty()) {
-                (0, true) => Ok(checked),
-                _ => Err("something was written before it resumed".into()),
-            };
-        }
-        let newest = stored.newest();
-        if job.working != newest.0 + 1 {
-            return Err(format!(
-                "it works on generation {}, the newest one is {newest}",
-                job.working
-            ));
-        }
-        let committed = stored.newest_marked().map(|marked| &marked.record.versions);
-        let mut last = None;
-        for tile in &job.tiles {
-            let index = tile.index as usize;
-            if index >= stored.tiles.len() || last.is_some_and(|last| last >= index) {
-                return Err(format!(
-                    "its tile {index} is out of order or does not exist"
-                ));
-            }
-            last = Some(index);
-            let before = committed.and_then(|versions| versions[index]);
-            let which = free_extent(stored.durability(), before);
-            let version = match &tile.written {
-                None => None,
-                Some(written) => {
-                    let expected = stored.table.extents[index][usize::from(which)];
-                    if devices.extent(written)? != expected
-                        || written.which != u32::from(which)
-                        || written.generation != job.working
-                    {
-                        return Err(format!(
-                            "its tile {index} was written elsewhere than the devices have it"
-                        ));
-                    }
-                    Some(Version {
-                        generation: Generation(written.generation),
-                        checksum: written.checksum,
-                        which,
-                    })
-                }
-            };
-            checked.working.push((index, version, tile.failed));
-        }
-        checked.committed = committed.map(|versions| versions.to_vec());
-        Ok(checked)
     }
 
     fn check_session(
@@ -392,7 +298,7 @@ impl Data {
         job: &message::Job,
         (index, session): (usize, &message::Session),
         devices: &DeviceNumbers,
-    ) -> Result<Checked, String> {
+    ) -> Result<CheckedSession, String> {
         let rank = Rank(session.rank);
         let wrong = |what: String| Err(format!("rank {rank}: {what}"));
         let Some(token) = SessionToken::from_bytes(&session.token) else {
@@ -448,7 +354,7 @@ impl Data {
             };
             scratch.push(ScratchTile::new(extent, tile.bytes, content));
         }
-        Ok(Checked {
+        Ok(CheckedSession {
             index,
             rank,
             peer: Peer {
@@ -462,24 +368,132 @@ impl Data {
             scratch,
         })
     }
+}
 
-    pub(in crate::core) fn reattach(&self, id: SessionId) -> Reply {
-        let session = &self.sessions[&id];
-        let job = &self.jobs[&session.key];
-        Reply::Reattach {
-            epoch: self.epoch,
-            working: session.resumed.then_some(job.working),
-            confirmed: !job.awaiting_confirm,
-            scratch_count: session.scratch.len() as u32,
-            unusable: self.unusable(job).cloned(),
+impl Job {
+    /// Continues the job as the previous daemon handed it over.
+    fn adopt(
+        &mut self,
+        job: &message::Job,
+        [poison, gone]: [Option<Fault>; 2],
+        tiles: CheckedTiles,
+    ) {
+        self.local_ranks = job.local_ranks;
+        self.resumed = job.resumed.map(Generation);
+        self.working = Generation(job.working);
+        self.awaiting_confirm = job.awaiting_confirm;
+        self.poison = poison;
+        self.gone = gone;
+        self.unflushed = tiles.unflushed;
+        let Some(stored) = &mut self.stored else {
+            return;
+        };
+        if let Some(committed) = tiles.committed {
+            for (tile, version) in stored.tiles.iter_mut().zip(committed) {
+                tile.committed = version;
+            }
+        }
+        for (index, working, failed) in tiles.working {
+            let tile = &mut stored.tiles[index];
+            (tile.working, tile.failed) = (working, failed);
+            stored.failed_count += usize::from(failed);
         }
     }
 }
 
+/// Compares the tiles of a handed-over job with its state on the devices.
+fn check_tiles(
+    stored: Option<&StoredJob>,
+    job: &message::Job,
+    devices: &DeviceNumbers,
+) -> Result<CheckedTiles, String> {
+    let mut unflushed = vec![false; devices.numbers.len()];
+    for number in &job.touched {
+        unflushed[devices.index(*number)?.0 as usize] = true;
+    }
+    let mut checked = CheckedTiles {
+        committed: None,
+        working: Vec::new(),
+        unflushed,
+    };
+    let found = stored.map(status);
+    if found != job.stored {
+        let words = |status: Option<message::Stored>| match status {
+            None => "no tiles".to_owned(),
+            Some(status) => format!(
+                "id {}, revision {}, generation {} written by {:x}",
+                status.job_id, status.revision, status.newest, status.newest_epoch
+            ),
+        };
+        return Err(format!(
+            "the devices have {}, but {} was handed over",
+            words(found),
+            words(job.stored)
+        ));
+    }
+    let Some(stored) = stored else {
+        return match (job.resumed, job.tiles.is_empty()) {
+            (None, true) => Ok(checked),
+            _ => Err("it has resumed without tiles".into()),
+        };
+    };
+    if let Some(why) = stored.unreadable() {
+        return Err(format!("{why}: it may be its newest generation"));
+    }
+    if job.resumed.is_none() {
+        return match (job.working, job.tiles.is_empty()) {
+            (0, true) => Ok(checked),
+            _ => Err("something was written before it resumed".into()),
+        };
+    }
+    let newest = stored.newest();
+    if job.working != newest.0 + 1 {
+        return Err(format!(
+            "it works on generation {}, the newest one is {newest}",
+            job.working
+        ));
+    }
+    let committed = stored.newest_marked().map(|marked| &marked.record.versions);
+    let mut last = None;
+    for tile in &job.tiles {
+        let index = tile.index as usize;
+        if index >= stored.tiles.len() || last.is_some_and(|last| last >= index) {
+            return Err(format!(
+                "its tile {index} is out of order or does not exist"
+            ));
+        }
+        last = Some(index);
+        let before = committed.and_then(|versions| versions[index]);
+        let which = free_extent(stored.durability(), before);
+        let version = match &tile.written {
+            None => None,
+            Some(written) => {
+                let expected = stored.table.extents[index][usize::from(which)];
+                if devices.extent(written)? != expected
+                    || written.which != u32::from(which)
+                    || written.generation != job.working
+                {
+                    return Err(format!(
+                        "its tile {index} was written elsewhere than the devices have it"
+                    ));
+                }
+                Some(Version {
+                    generation: Generation(written.generation),
+                    checksum: written.checksum,
+                    which,
+                })
+            }
+        };
+        checked.working.push((index, version, tile.failed));
+    }
+    checked.committed = committed.map(|versions| versions.to_vec());
+    Ok(checked)
+}
+
 fn session_state(
-    id: SessionId,
     session: &Session,
     job: u32,
+    resumed: bool,
     devices: &DeviceNumbers,
 ) -> message::Session {
     let classes = session.geometry.classes().map(|class| message::Class {
@@ -493,21 +507,21 @@ fn session_state(
         written: (tile.content).map(|version| devices.written(version, tile.extent)),
     });
     message::Session {
-        number: id.0,
+        number: session.id.0,
         job,
         rank: session.rank.0,
         pid: session.pid,
         token: session.token.0.to_vec(),
         classes: classes.collect(),
         iodepth: session.iodepth,
-        resumed: session.resumed,
+        resumed,
         submission_head: 0,
         completion_tail: 0,
         scratch: scratch.collect(),
     }
 }
 
-fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
+fn job_state(job: &Job, devices: &DeviceNumbers) -> message::Job {
     let unflushed = (job.unflushed.iter().enumerate())
         .filter(|(device, unflushed)| **unflushed && devices.numbers[*device].1);
     let tiles = job.stored.iter().flat_map(|stored| {
@@ -523,8 +537,8 @@ fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
         })
     });
     message::Job {
-        uid: key.uid,
-        name: key.name.as_str().into(),
+        uid: job.key.uid,
+        name: job.key.name.as_str().into(),
         stored: job.stored.as_ref().map(status),
         local_ranks: job.local_ranks,
         resumed: job.resumed.map(|generation| generation.0),
@@ -539,7 +553,7 @@ fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
     }
 }
 
-fn status(stored: &Stored) -> message::Stored {
+fn status(stored: &StoredJob) -> message::Stored {
     let newest = stored.newest_marked().map(|marked| &marked.record);
     message::Stored {
         job_id: stored.entry.job_id,

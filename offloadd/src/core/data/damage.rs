@@ -4,22 +4,19 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceNumber, TileIndex};
 
-use super::Data;
-use super::job::{Activity, Stored};
+use super::members::Member;
+use super::stored::{Activity, StoredJob};
 use crate::core::operations::Operations;
 use crate::core::{Damage, Reply};
-use crate::io::SessionId;
 use crate::store::tile_table::Extent;
 
-impl Data {
-    pub(in crate::core) fn hear_damage(
-        &mut self,
-        session: SessionId,
+impl Member<'_> {
+    pub(in crate::core) fn report_damage(
+        self,
         damage: Damage<DeviceNumber>,
         ops: &Operations,
     ) -> Result<Reply, Fault> {
-        let key = self.sessions[&session].key.clone();
-        let job = self.jobs.get_mut(&key).expect("a session's job");
+        let job = self.job;
         let tile = damage.tile;
         let located = ops.device_of(damage.device).map(|device| damage.on(device));
         let counted = located.filter(|damage| {
@@ -29,8 +26,8 @@ impl Data {
         });
         match counted {
             Some(damage) => Ok(Reply::ReportDamage {
-                uid: key.uid,
-                job: key.name,
+                uid: job.key.uid,
+                job: job.key.name.clone(),
                 damage,
             }),
             None => Err(Fault::new(
@@ -38,7 +35,7 @@ impl Data {
                 format!(
                     "tile {} of job {}: the report of damage does not match where the tile is stored now, or this damage was \
                      counted before",
-                    tile, key.name
+                    tile, job.key.name
                 ),
             )),
         }
@@ -46,7 +43,7 @@ impl Data {
 }
 
 /// Returns the tile's extent that holds the version `damage` names, if that is the newest one.
-fn extent_of(stored: &Stored, damage: &Damage) -> Option<(TileIndex, u8)> {
+fn extent_of(stored: &StoredJob, damage: &Damage) -> Option<(TileIndex, u8)> {
     let index = damage.tile.0 as usize;
     let tile = stored.tiles.get(index)?;
     let version = tile.newest()?;

@@ -5,30 +5,28 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 
-use super::{Data, JobKey, Note, Purpose};
-use crate::core::operations::{Failed, Operations, Step};
+use super::job::Job;
+use super::script::{JobScriptPurpose, ScriptResult};
+use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply};
 use crate::store::manifest::SlotContent;
 
-impl Data {
-    pub(in crate::core) fn discard_unreadable(
+impl Job {
+    pub(super) fn discard_unreadable(
         &mut self,
         call: CallId,
-        key: JobKey,
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
-        self.check_writing()?;
-        let stored = self.closed(&key)?;
+        let stored = self.stored.as_mut().expect("it is closed");
         let unreadable = |slot: &usize| matches!(stored.slots[*slot], SlotContent::Unreadable(_));
         let slots: Vec<usize> = (0..stored.slots.len()).filter(unreadable).collect();
-        let stored = self.jobs.get_mut(&key).and_then(|job| job.stored.as_mut());
-        let writes = stored.expect("just seen").voiding(&slots);
+        let writes = stored.voiding(&slots);
         if writes.is_empty() {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
                     "job {} has no unreadable record, so there is nothing to discard",
-                    key.name
+                    self.key.name
                 ),
             ));
         }
@@ -36,26 +34,25 @@ impl Data {
             Step::writes(ops.metadata_device(), writes),
             Step::flush([ops.metadata_device()]),
         ];
-        self.run_script(&key, Purpose::Forget { call }, steps, ops);
+        self.run_script(JobScriptPurpose::Forget { call }, steps, ops);
         Ok(None)
     }
 
     pub(super) fn finish_forget(
         &mut self,
-        key: &JobKey,
         call: CallId,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
         ops: &mut Operations,
-    ) {
-        if let Err(Failed { fault, .. }) = result {
+    ) -> ScriptResult {
+        if let Err(ScriptFailure { fault, .. }) = result {
             let what = format!(
                 "the record of job {} could not be overwritten ({}): it stays as it is; delete the job or repair the device",
-                key.name, fault.message
+                self.key.name, fault.message
             );
-            return ops.refuse(call, Fault::new(fault.kind, what));
+            ops.refuse(call, Fault::new(fault.kind, what));
+            return ScriptResult::Done;
         }
-        let job = self.jobs.get_mut(key).expect("a script's job");
-        let stored = job.stored.as_mut().expect("it has records");
+        let stored = self.stored.as_mut().expect("it has records");
         for slot in &mut stored.slots {
             if let SlotContent::Unreadable(_) = slot {
                 *slot = SlotContent::Empty;
@@ -66,8 +63,7 @@ impl Data {
             // Tiles are written in place, so the generation that the record names does not exist any more.
             false => Generation(0),
         };
-        // The record kept the job's tiles from moving.
-        self.notes.push_back(Note::Forgotten);
         ops.reply(call, Ok(Reply::DiscardUnreadable { newest_generation }));
+        ScriptResult::Forgot
     }
 }

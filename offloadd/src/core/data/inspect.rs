@@ -5,18 +5,19 @@ use std::sync::Arc;
 
 use offload_api::ids::{DeviceIndex, Generation, TileIndex};
 
-use super::{Data, JobKey, Viewer};
+use super::jobs::JobTable;
+use super::{JobKey, Viewer};
 use crate::store::content::JobContent;
 use crate::store::definition::{JobDefinition, JobName};
 use crate::store::manifest::{Mark, Version, resumable};
 use crate::store::tile_table::Extent;
 
 /// Tiles in one answer.
-const TILES_A_LOOK: usize = 256;
+const TILES_AN_ANSWER: usize = 256;
 
 /// A position in the committed tiles of the store, ordered by owner, job and tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct At {
+pub struct TilePosition {
     /// Owner.
     pub uid: u32,
     pub name: JobName,
@@ -49,12 +50,11 @@ pub struct CommittedTiles {
     pub next: Option<usize>,
 }
 
-impl Data {
+impl JobTable {
     /// Returns the jobs in the store that `viewer` may see, by owner and name.
     pub(in crate::core) fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
-        let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
-        let jobs = self.jobs.iter().filter(|(key, _)| seen(key));
-        jobs.filter_map(|(_, job)| {
+        let jobs = self.iter().filter(|job| viewer.sees(&job.key));
+        jobs.filter_map(|job| {
             let stored = job.stored.as_ref()?;
             let definition = &stored.table.definition;
             Some(JobContent::new(&stored.entry, definition, &stored.slots))
@@ -65,13 +65,13 @@ impl Data {
     /// Returns committed tiles of a job from a position on; `None` if the job does not exist (any more).
     pub(in crate::core) fn committed_tiles(
         &self,
-        at: &At,
+        at: &TilePosition,
         paths: &[&str],
     ) -> Option<CommittedTiles> {
         let key = JobKey::new(at.uid, at.name.clone());
-        let stored = self.jobs.get(&key)?.stored.as_ref()?;
+        let stored = self.get(&key)?.stored.as_ref()?;
         let table = &stored.table;
-        let end = (at.tile + TILES_A_LOOK).min(table.extents.len());
+        let end = (at.tile + TILES_AN_ANSWER).min(table.extents.len());
         let tiles = (at.tile..end).flat_map(|index| {
             let mut found: Vec<CommittedTile> = Vec::new();
             // The newest first: it names versions that both records have.

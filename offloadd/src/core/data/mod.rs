@@ -1,72 +1,86 @@
 //! Sessions and the tiles of their jobs: reads and writes of tiles, commits, and the generation that a job resumes from.
 //!
-//! Owns the state of every job and session. No other module changes it. The administration uses the functions of [`layout`],
-//! and learns of events here by a [`Note`].
+//! Owns the state of every job and session. No other module changes it. The administration uses the functions of [`layout`]
+//! and [`jobs`], and learns of events here by a [`Note`].
 //!
 //! ```text
-//!   session ──▶ define, resume ──▶ tiles ──▶ commit ──▶ confirm
-//!      └─ scratch, quota              └─ damage       forget: records that could not be read
-//!   transitions: how the state of a job changes
-//!   layout: functions for the administration     adopt: state that outlives the daemon     snapshot, inspect: reports
+//!   Data ─┬─ JobTable ──▶ Job: define, resume ──▶ tiles ──▶ commit ──▶ confirm
+//!         │                │                        └─ damage       forget: records that could not be read
+//!         │                └─ StoredJob: its state on the devices   transitions: how the state of a job changes
+//!         ├─ SessionTable ──▶ Session: slots, operations in flight, scratch
+//!         └─ Admission: limits and quotas, over both tables
+//!   members: a session with its job     layout: functions for the administration
+//!   adopt: state that outlives the daemon     snapshot, inspect: reports
 //! ```
+//!
+//! What concerns one job is a method of [`Job`], with the job's state and what it needs of the incarnation as its only inputs.
+//! [`Data`] finds the job, and does what concerns sessions or several jobs.
 
 mod adopt;
 mod commit;
 mod damage;
+mod define;
 mod forget;
 mod inspect;
 mod job;
+mod jobs;
 mod layout;
 mod members;
 mod quota;
 mod resume;
 mod scratch;
+mod script;
 mod session;
+mod sessions;
 mod snapshot;
+mod stored;
 mod tiles;
 mod transitions;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use offload_api::fault::Fault;
-use offload_api::ids::{Epoch, Generation, SessionToken};
+use offload_api::ids::Epoch;
 
-use super::operations::{Operations, ScriptEnd, ScriptId, Step};
-use super::{CallId, JobKey};
-use crate::io::{IoId, SessionId};
+use super::operations::{Operations, ScriptEnd};
+use super::{CallId, JobKey, Reply};
+use crate::io::IoId;
 use crate::quota::{Limits, Quotas};
-use crate::store::manifest::Record;
 use crate::store::recover::RecoveredJob;
 use crate::store::tile_table::Extent;
-use job::Job;
-use session::Session;
+use quota::Admission;
+use script::ScriptResult;
+use sessions::SessionTable;
 use tiles::TileIo;
 
-pub use adopt::Adopted;
-pub use inspect::{At, CommittedTile, CommittedTiles};
+pub use adopt::AdoptedSession;
+pub use inspect::{CommittedTile, CommittedTiles, TilePosition};
 pub use snapshot::{CommitState, JobState, Viewer};
 
 pub(super) use adopt::DeviceNumbers;
-pub(super) use job::{Define, Holds};
-pub(super) use layout::{Clearing, Layout, Movable, NewExtent};
+pub(super) use define::DefineOutcome;
+pub(super) use jobs::JobTable;
+pub(super) use layout::{Layout, Movable, NewExtent, TornRecords};
 pub(super) use scratch::{ScratchRequest, ScratchWrite};
+pub(super) use stored::Holds;
 
 /// Sessions, jobs and tiles in flight.
 pub(super) struct Data {
-    epoch: Epoch,
+    incarnation: Incarnation,
     limits: Limits,
     quotas: Quotas,
-    /// Reason why nothing is written in this incarnation.
-    read_only: Option<Fault>,
-    jobs: BTreeMap<JobKey, Job>,
-    sessions: BTreeMap<SessionId, Session>,
-    tokens: HashMap<SessionToken, SessionId>,
+    pub(super) jobs: JobTable,
+    sessions: SessionTable,
     /// Tiles that the driver has not reported as done.
     inflight: HashMap<IoId, TileIo>,
-    /// Purposes of the scripts of jobs.
-    scripts: BTreeMap<ScriptId, (JobKey, Purpose)>,
-    arena_used_bytes: u64,
     notes: VecDeque<Note>,
+}
+
+/// What all jobs share in this incarnation of the daemon.
+pub(super) struct Incarnation {
+    epoch: Epoch,
+    /// Reason why nothing is written.
+    read_only: Option<Fault>,
 }
 
 /// A change that the administration must know.
@@ -80,28 +94,10 @@ pub(super) enum Note {
     Forgotten,
 }
 
-/// Purpose of a job's script, with the values that its end needs.
-#[derive(Debug)]
-enum Purpose {
-    /// Discards later generations.
-    Resume {
-        generation: Generation,
-    },
-    Commit {
-        record: Record,
-    },
-    /// Withdraws the record of a failed commit.
-    Withdraw {
-        generation: Generation,
-        fault: Fault,
-    },
-    Confirm,
-    /// Marks the newest record: its tiles are being overwritten.
-    Overwrite,
-    /// Discards unreadable records.
-    Forget {
-        call: CallId,
-    },
+impl Incarnation {
+    fn check_writing(&self) -> Result<(), Fault> {
+        self.read_only.clone().map_or(Ok(()), Err)
+    }
 }
 
 impl Data {
@@ -111,27 +107,22 @@ impl Data {
         epoch: Epoch,
         limits: Limits,
     ) -> Self {
-        let jobs = jobs.into_iter().map(|recovered| {
-            let key = JobKey::new(recovered.entry.uid, recovered.entry.name.clone());
-            (key, Job::stored(recovered, device_count))
-        });
         Self {
-            epoch,
+            incarnation: Incarnation {
+                epoch,
+                read_only: None,
+            },
             limits,
             quotas: Quotas::default(),
-            read_only: None,
-            jobs: jobs.collect(),
-            sessions: BTreeMap::new(),
-            tokens: HashMap::new(),
+            jobs: JobTable::new(jobs, device_count),
+            sessions: SessionTable::default(),
             inflight: HashMap::new(),
-            scripts: BTreeMap::new(),
-            arena_used_bytes: 0,
             notes: VecDeque::new(),
         }
     }
 
     pub(super) fn epoch(&self) -> Epoch {
-        self.epoch
+        self.incarnation.epoch
     }
 
     /// Sets the limits of future requests; granted resources stay.
@@ -145,11 +136,17 @@ impl Data {
 
     /// Makes the store read-only for the reason `why`.
     pub(super) fn begin_read_only(&mut self, why: Fault) {
-        self.read_only = Some(why);
+        self.incarnation.read_only = Some(why);
     }
 
-    fn check_writing(&self) -> Result<(), Fault> {
-        self.read_only.clone().map_or(Ok(()), Err)
+    /// Returns the limits and quotas, to check a request.
+    pub(super) fn admission(&self) -> Admission<'_> {
+        Admission {
+            limits: &self.limits,
+            quotas: &self.quotas,
+            jobs: &self.jobs,
+            sessions: &self.sessions,
+        }
     }
 
     pub(super) fn next_note(&mut self) -> Option<Note> {
@@ -160,19 +157,22 @@ impl Data {
         self.inflight.len()
     }
 
-    /// Runs a job's script; a job has at most one.
-    fn run_script(
+    /// Starts the job's commit if all ranks have called and all writes have ended.
+    pub(super) fn try_commit(&mut self, key: &JobKey, ops: &mut Operations) {
+        if let Some(job) = self.jobs.get_mut(key) {
+            job.try_commit(&self.incarnation, ops);
+        }
+    }
+
+    /// Discards the unreadable records of a job that has no sessions.
+    pub(super) fn discard_unreadable(
         &mut self,
+        call: CallId,
         key: &JobKey,
-        purpose: Purpose,
-        steps: Vec<Step>,
         ops: &mut Operations,
-    ) {
-        let job = self.jobs.get_mut(key).expect("a script's job exists");
-        assert!(job.script.is_none(), "one script a job");
-        let id = ops.run_script(steps);
-        job.script = Some(id);
-        self.scripts.insert(id, (key.clone(), purpose));
+    ) -> Result<Option<Reply>, Fault> {
+        self.incarnation.check_writing()?;
+        self.jobs.closed_mut(key)?.discard_unreadable(call, ops)
     }
 
     /// Handles the end of a job's script. Returns the end if the script is not a job's.
@@ -181,23 +181,27 @@ impl Data {
         end: ScriptEnd,
         ops: &mut Operations,
     ) -> Option<ScriptEnd> {
-        let Some((key, purpose)) = self.scripts.remove(&end.script) else {
+        let Some(job) = self.jobs.running(end.script) else {
             return Some(end);
         };
-        let job = self.jobs.get_mut(&key).expect("a script's job exists");
-        job.script = None;
-        let result = end.result;
-        match purpose {
-            Purpose::Resume { generation } => self.finish_resume(&key, generation, result, ops),
-            Purpose::Commit { record } => self.finish_commit(&key, record, result, ops),
-            Purpose::Withdraw { generation, fault } => {
-                self.finish_withdraw(&key, generation, fault, result, ops);
+        let key = job.key.clone();
+        match job.on_script_end(end.result, &self.incarnation, ops) {
+            ScriptResult::Done => {}
+            ScriptResult::Overwrites(writes) => {
+                for write in writes {
+                    self.start_write(write, ops);
+                }
             }
-            Purpose::Confirm => self.finish_confirm(&key, result, ops),
-            Purpose::Overwrite => self.finish_overwrite(&key, result, ops),
-            Purpose::Forget { call } => self.finish_forget(&key, call, result, ops),
+            ScriptResult::CannotOverwrite(writes) => {
+                for write in writes {
+                    self.refuse_write(&write, ops);
+                }
+                self.try_commit(&key, ops);
+            }
+            // The record kept the job's tiles from moving.
+            ScriptResult::Forgot => self.notes.push_back(Note::Forgotten),
         }
-        self.settle(&key);
+        self.jobs.settle(&key);
         None
     }
 }

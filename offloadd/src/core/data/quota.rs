@@ -1,16 +1,29 @@
-//! Quotas of users and jobs. A request beyond a quota is refused, and the refusal names what is taken and by which jobs.
+//! Limits of the daemon, and quotas of users and jobs. A request beyond a quota is refused, and the refusal names what is taken and by which jobs.
 //! Granted resources are never taken back, so that a started job can continue.
 
 use std::collections::BTreeMap;
 
 use offload_api::IODEPTH_MIN;
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::geometry::Geometry;
 use offload_support::units::ApproxBytes;
 
-use super::{Data, JobKey};
+use super::JobKey;
+use super::job::Job;
+use super::jobs::JobTable;
+use super::session::Session;
+use super::sessions::SessionTable;
 use crate::core::{OpenSession, Peer};
-use crate::quota::{JOBS_A_USER_DEFAULT, Quota, WEIGHT_DEFAULT, Weights};
-use crate::store::definition::JobName;
+use crate::quota::{JOBS_A_USER_DEFAULT, Limits, Quota, Quotas};
+use crate::store::manifest::LOCAL_RANKS_MAX;
+
+/// Limits and quotas, and what they are compared with. Changes nothing.
+pub(in crate::core) struct Admission<'a> {
+    pub(super) limits: &'a Limits,
+    pub(super) quotas: &'a Quotas,
+    pub(super) jobs: &'a JobTable,
+    pub(super) sessions: &'a SessionTable,
+}
 
 /// Limit of a user's sessions whose process has not fetched the descriptors. The ranks of a node open theirs at once, so processes ask again.
 const UNCLAIMED_A_USER: usize = 4;
@@ -20,7 +33,7 @@ const NAMED_MAX: usize = 4;
 
 /// Resources that a user or job has.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct ResourceUse {
     host_bytes: u64,
     sessions: u32,
     inflight: u32,
@@ -28,12 +41,12 @@ struct Held {
 
 /// Holder of a quota.
 #[derive(Clone, Copy, Debug)]
-enum Whose<'a> {
+enum QuotaHolder<'a> {
     User(u32),
     Job(&'a JobKey),
 }
 
-impl Whose<'_> {
+impl QuotaHolder<'_> {
     fn has(self, key: &JobKey) -> bool {
         match self {
             Self::User(uid) => key.uid == uid,
@@ -42,7 +55,7 @@ impl Whose<'_> {
     }
 }
 
-impl std::fmt::Display for Whose<'_> {
+impl std::fmt::Display for QuotaHolder<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::User(uid) => write!(f, "uid {uid}"),
@@ -51,50 +64,50 @@ impl std::fmt::Display for Whose<'_> {
     }
 }
 
-impl Data {
+impl Admission<'_> {
     /// Returns the quotas of the user and of the job.
-    fn quotas_of<'a>(&self, key: &'a JobKey) -> [(Whose<'a>, Quota); 2] {
+    fn quotas_of<'a>(&self, key: &'a JobKey) -> [(QuotaHolder<'a>, Quota); 2] {
         [
-            (Whose::User(key.uid), self.quotas.of(key.uid)),
-            (Whose::Job(key), self.quotas.of_job(key.uid, &key.name)),
+            (QuotaHolder::User(key.uid), self.quotas.of(key.uid)),
+            (
+                QuotaHolder::Job(key),
+                self.quotas.of_job(key.uid, &key.name),
+            ),
         ]
     }
 
-    fn held(&self, whose: Whose<'_>) -> Held {
-        let sessions = self
-            .sessions
-            .values()
-            .filter(|session| whose.has(&session.key));
-        sessions.fold(Held::default(), |held, session| Held {
-            host_bytes: held.host_bytes + session.geometry.arena_bytes(),
-            sessions: held.sessions + 1,
-            inflight: held.inflight + session.iodepth,
-        })
+    fn sessions_of<'s>(&'s self, whose: QuotaHolder<'s>) -> impl Iterator<Item = &'s Session> {
+        let sessions = self.sessions.iter();
+        sessions.filter(move |session| whose.has(&session.key))
+    }
+
+    fn held(&self, whose: QuotaHolder<'_>) -> ResourceUse {
+        self.sessions_of(whose)
+            .fold(ResourceUse::default(), |held, session| ResourceUse {
+                host_bytes: held.host_bytes + session.geometry.arena_bytes(),
+                sessions: held.sessions + 1,
+                inflight: held.inflight + session.iodepth,
+            })
     }
 
     /// Bytes on all devices, of jobs and of sessions' own tiles.
-    fn held_on_devices(&self, whose: Whose<'_>) -> u64 {
-        let jobs = self.jobs.iter().filter(|(key, _)| whose.has(key));
-        let reserved = jobs.map(|(_, job)| job.reserved_bytes());
-        let sessions = self
-            .sessions
-            .values()
-            .filter(|session| whose.has(&session.key));
-        reserved.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
+    fn held_on_devices(&self, whose: QuotaHolder<'_>) -> u64 {
+        let jobs = self.jobs.iter().filter(|job| whose.has(&job.key));
+        let reserved = jobs.map(Job::reserved_bytes);
+        let scratch = self.sessions_of(whose).map(Session::scratch_bytes);
+        reserved.sum::<u64>() + scratch.sum::<u64>()
     }
 
-    /// Returns the weights of a job and its user in the drives' queues.
-    pub(super) fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
-        let user = self.quotas.of(uid).weight;
-        let job = self.quotas.of_job(uid, name).weight;
-        let [user, job] = [user, job].map(|weight| weight.unwrap_or(WEIGHT_DEFAULT));
-        Weights { user, job }
+    /// Bytes of host memory that are free.
+    pub(super) fn arena_free_bytes(&self) -> u64 {
+        // After the limit was lowered, more than the limit may be in use.
+        (self.limits.arena_bytes_max).saturating_sub(self.sessions.arena_bytes())
     }
 
     /// Bytes of host memory that `peer` may still take for a session.
     pub(in crate::core) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
         let free = self.arena_free_bytes();
-        let whose = Whose::User(peer.uid);
+        let whose = QuotaHolder::User(peer.uid);
         match self.quotas.of(peer.uid).host_bytes_max {
             Some(max) => free.min(max.saturating_sub(self.held(whose).host_bytes)),
             None => free,
@@ -103,7 +116,7 @@ impl Data {
 
     /// Bytes that a new job of `peer` may reserve where the devices have `free_bytes`.
     pub(in crate::core) fn device_free_bytes_of(&self, peer: Peer, free_bytes: u64) -> u64 {
-        let held_bytes = || self.held_on_devices(Whose::User(peer.uid));
+        let held_bytes = || self.held_on_devices(QuotaHolder::User(peer.uid));
         match self.quotas.of(peer.uid).device_bytes_max {
             Some(max) => free_bytes.min(max.saturating_sub(held_bytes())),
             None => free_bytes,
@@ -113,7 +126,7 @@ impl Data {
     /// Sessions that `peer` may still open.
     pub(in crate::core) fn session_free_count_of(&self, peer: Peer) -> u32 {
         let free = (self.limits.sessions_max).saturating_sub(self.sessions.len() as u32);
-        let held = self.held(Whose::User(peer.uid)).sessions;
+        let held = self.held(QuotaHolder::User(peer.uid)).sessions;
         free.min(self.sessions_max_of(peer.uid).saturating_sub(held))
     }
 
@@ -130,20 +143,20 @@ impl Data {
     }
 
     /// Operations in flight that ranks still to join need, of the user's other jobs that have begun.
-    fn promised_inflight(&self, whose: Whose<'_>, opening: &JobKey) -> u32 {
-        let Whose::User(_) = whose else {
+    fn promised_inflight(&self, whose: QuotaHolder<'_>, opening: &JobKey) -> u32 {
+        let QuotaHolder::User(_) = whose else {
             return 0;
         };
         let begun = (self.jobs.iter())
-            .filter(|(key, job)| whose.has(key) && *key != opening && !job.members.is_empty());
-        let to_come = begun.map(|(_, job)| job.ranks_to_come());
+            .filter(|job| whose.has(&job.key) && job.key != *opening && !job.members.is_empty());
+        let to_come = begun.map(Job::ranks_to_come);
         to_come.sum::<u32>().saturating_mul(IODEPTH_MIN)
     }
 
     /// Checks that not too many of a user's sessions wait for their process to fetch the descriptors: each has memory and a place that others
     /// lack, and a process that never comes keeps them for seconds.
     pub(super) fn check_unclaimed(&self, uid: u32) -> Result<(), Fault> {
-        let sessions = self.sessions.values();
+        let sessions = self.sessions.iter();
         let unclaimed = sessions.filter(|session| session.uid == uid && !session.claimed);
         if unclaimed.count() < UNCLAIMED_A_USER {
             return Ok(());
@@ -154,6 +167,51 @@ impl Data {
                 "{UNCLAIMED_A_USER} new sessions of uid {uid} wait for their processes to fetch the descriptors: open this one again when one has done so"
             ),
         ))
+    }
+
+    /// Checks that a session may be opened, except for quotas. Returns the geometry of its arena.
+    pub(super) fn check_open(&self, key: &JobKey, open: &OpenSession) -> Result<Geometry, Fault> {
+        let fault = |kind, message| Err(Fault::new(kind, message));
+        let (name, rank) = (&key.name, open.rank);
+        if self.sessions.len() >= self.limits.sessions_max as usize {
+            return fault(
+                FaultKind::TooMany,
+                format!(
+                    "{} sessions are open, which is the limit",
+                    self.sessions.len()
+                ),
+            );
+        }
+        if self.sessions.has_token(&open.token) {
+            return fault(FaultKind::Invalid, "the token is in use".into());
+        }
+        if open.local_ranks == 0 || open.local_ranks > LOCAL_RANKS_MAX || open.iodepth == 0 {
+            return fault(
+                FaultKind::Invalid,
+                format!(
+                    "{} local ranks with iodepth {}: expected 1 to {LOCAL_RANKS_MAX} local ranks and an iodepth of at least 1",
+                    open.local_ranks, open.iodepth
+                ),
+            );
+        }
+        if let Some(job) = self.jobs.get(key) {
+            job.check_member(rank, open.local_ranks)?;
+        }
+        let geometry = Geometry::new(&open.classes)
+            .map_err(|error| Fault::new(FaultKind::Invalid, error.to_string()))?;
+        if geometry.arena_bytes() > self.arena_free_bytes() {
+            return fault(
+                FaultKind::NoMemory,
+                format!(
+                    "rank {rank} of job {name} asks for {} of host memory, {} of {} are free, {} too few: ask for less, or raise arena_bytes_max",
+                    ApproxBytes(geometry.arena_bytes()),
+                    ApproxBytes(self.arena_free_bytes()),
+                    ApproxBytes(self.limits.arena_bytes_max),
+                    ApproxBytes(geometry.arena_bytes() - self.arena_free_bytes())
+                ),
+            );
+        }
+        Ok(geometry)
     }
 
     /// Checks that a session with an arena of `arena_bytes` is allowed. Returns its limit of operations in flight.
@@ -167,8 +225,8 @@ impl Data {
         for (whose, quota) in self.quotas_of(key) {
             let held = self.held(whose);
             let sessions_max = match whose {
-                Whose::User(uid) => Some(self.sessions_max_of(uid)),
-                Whose::Job(_) => quota.sessions_max,
+                QuotaHolder::User(uid) => Some(self.sessions_max_of(uid)),
+                QuotaHolder::Job(_) => quota.sessions_max,
             };
             if let Some(max) = sessions_max
                 && held.sessions >= max
@@ -222,20 +280,15 @@ impl Data {
         ))
     }
 
-    /// Reserves `bytes` on devices for a job whose definition is being written.
+    /// Checks that `bytes` more on devices may be reserved.
     ///
     /// # Errors
     /// The quota of the job or of its user is exceeded.
-    pub(in crate::core) fn reserve(&mut self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
-        self.admit_device_bytes(key, bytes)?;
-        if let Some(defining) = (self.jobs.get_mut(key)).and_then(|job| job.defining.as_mut()) {
-            defining.reserved_bytes = bytes;
-        }
-        Ok(())
-    }
-
-    /// Checks that `bytes` more on devices may be reserved.
-    pub(super) fn admit_device_bytes(&self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
+    pub(in crate::core) fn admit_device_bytes(
+        &self,
+        key: &JobKey,
+        bytes: u64,
+    ) -> Result<(), Fault> {
         for (whose, quota) in self.quotas_of(key) {
             let Some(max) = quota.device_bytes_max else {
                 continue;
@@ -248,8 +301,8 @@ impl Data {
                     ApproxBytes(bytes),
                     lacking(bytes, max, held)
                 );
-                let held_by = |(other, job): (&JobKey, &super::job::Job)| {
-                    let bytes = job.reserved_bytes();
+                let held_by = |job: &Job| {
+                    let (other, bytes) = (&job.key, job.reserved_bytes());
                     (whose.has(other) && bytes > 0).then(|| (other.name.to_string(), bytes))
                 };
                 let holders = self.jobs.iter().filter_map(held_by).collect();
@@ -260,13 +313,15 @@ impl Data {
         Ok(())
     }
 
-    fn refused(&self, kind: FaultKind, whose: Whose<'_>, what: String, setting: &str) -> Fault {
+    fn refused(
+        &self,
+        kind: FaultKind,
+        whose: QuotaHolder<'_>,
+        what: String,
+        setting: &str,
+    ) -> Fault {
         let mut holders: BTreeMap<String, u64> = BTreeMap::new();
-        for session in self
-            .sessions
-            .values()
-            .filter(|session| whose.has(&session.key))
-        {
+        for session in self.sessions_of(whose) {
             *holders.entry(session.key.name.to_string()).or_default() += match kind {
                 FaultKind::NoMemory => session.geometry.arena_bytes(),
                 _ if setting == "inflight_max" => u64::from(session.iodepth),

@@ -4,31 +4,30 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
 
-use super::job::Stored;
-use super::members::poison;
-use super::{Data, JobKey, Purpose};
-use crate::core::operations::{Failed, Operations, Step};
+use super::Incarnation;
+use super::job::Job;
+use super::members::{Member, poison};
+use super::script::JobScriptPurpose;
+use super::stored::StoredJob;
+use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply, next};
-use crate::io::SessionId;
 use crate::store::definition::{Durability, JobName};
 use crate::store::manifest::{Mark, Record, SlotContent, resumable};
 
-impl Data {
+impl Member<'_> {
+    /// Chooses the generation to resume from.
     pub(in crate::core) fn resume(
-        &mut self,
+        self,
         call: CallId,
-        session: SessionId,
         generation: Generation,
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
-        let key = self.sessions[&session].key.clone();
-        let already = self.sessions[&session].resumed;
-        let job = self.jobs.get_mut(&key).expect("a session's job");
+        let (job, rank) = (self.job, self.session.rank);
         if let Some(fault) = job.unusable() {
             return Err(fault.clone());
         }
-        let waits = (job.resume_waiters.iter()).any(|(_, waiter)| *waiter == session);
-        if already || waits {
+        let waits = (job.resume_waiters.iter()).any(|(_, waiter)| *waiter == rank);
+        if job.has_resumed(rank) || waits {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 "the session has resumed already: open a new one to go back",
@@ -37,7 +36,7 @@ impl Data {
         let Some(stored) = &mut job.stored else {
             return Err(Fault::new(
                 FaultKind::NotFound,
-                format!("job {} has no tiles yet: define them first", key.name),
+                format!("job {} has no tiles yet: define them first", job.key.name),
             ));
         };
         if let Some(chosen) = job.resumed {
@@ -46,39 +45,42 @@ impl Data {
                     FaultKind::WrongGeneration,
                     format!(
                         "another rank of job {} resumes from generation {chosen}, this one wants {generation}",
-                        key.name
+                        job.key.name
                     ),
                 ));
             }
-            job.resume_waiters.push((call, session));
+            job.resume_waiters.push((call, rank));
             if job.script.is_none() {
-                self.answer_resume(&key, &Ok(()), ops);
+                job.answer_resume(&Ok(()), ops);
             }
             return Ok(None);
         }
-        stored.check_resume(&key.name, generation)?;
+        stored.check_resume(&job.key.name, generation)?;
         // A read-only store overwrites nothing, so later records may stay.
-        let steps = match &self.read_only {
+        let steps = match &self.incarnation.read_only {
             None => give_up_steps(ops.metadata_device(), stored, generation),
             Some(_) => Vec::new(),
         };
-        job.begin_resume(generation);
-        job.resume_waiters.push((call, session));
-        self.run_script(&key, Purpose::Resume { generation }, steps, ops);
+        // Writes belong to the generation after it.
+        job.resumed = Some(generation);
+        job.working = next(generation);
+        job.resume_waiters.push((call, rank));
+        job.run_script(JobScriptPurpose::Resume { generation }, steps, ops);
         Ok(None)
     }
+}
 
+impl Job {
     /// Completes a resume after later generations are durably discarded; the resumed one counts as confirmed.
     pub(super) fn finish_resume(
         &mut self,
-        key: &JobKey,
         generation: Generation,
-        result: Result<(), Failed>,
+        result: Result<(), ScriptFailure>,
+        incarnation: &Incarnation,
         ops: &mut Operations,
     ) {
-        let job = self.jobs.get_mut(key).expect("a script's job");
-        let stored = job.stored.as_mut().expect("it resumes");
-        let writes = self.read_only.is_none();
+        let stored = self.stored.as_mut().expect("it resumes");
+        let writes = incarnation.read_only.is_none();
         for slot in &mut stored.slots {
             if writes && is_given_up(slot, generation) {
                 *slot = match result {
@@ -102,31 +104,31 @@ impl Data {
                 Ok(())
             }
             Err(failed) => {
-                let fault = poison(&key.name, "giving up later generations", &failed.fault);
-                job.poison(fault.clone());
+                let what = "giving up later generations";
+                let fault = poison(&self.key.name, what, &failed.fault);
+                self.poison(fault.clone());
                 Err(fault)
             }
         };
-        self.answer_resume(key, &answer, ops);
+        self.answer_resume(&answer, ops);
     }
 
-    fn answer_resume(&mut self, key: &JobKey, answer: &Result<(), Fault>, ops: &mut Operations) {
-        let job = self.jobs.get_mut(key).expect("a session's job");
-        let working_generation = next(job.resumed.expect("it resumes"));
-        for (call, session) in std::mem::take(&mut job.resume_waiters) {
+    fn answer_resume(&mut self, answer: &Result<(), Fault>, ops: &mut Operations) {
+        let working_generation = next(self.resumed.expect("it resumes"));
+        for (call, rank) in std::mem::take(&mut self.resume_waiters) {
             let reply = match answer {
                 Ok(()) => Ok(Reply::Resume { working_generation }),
                 Err(fault) => Err(fault.clone()),
             };
-            if let (Ok(_), Some(session)) = (&reply, self.sessions.get_mut(&session)) {
-                session.resumed = true;
+            if let (Ok(_), Some(state)) = (&reply, self.members.get_mut(&rank)) {
+                state.resumed = true;
             }
             ops.reply(call, reply);
         }
     }
 }
 
-impl Stored {
+impl StoredJob {
     /// Checks that the job can resume from `generation`.
     fn check_resume(&self, name: &JobName, generation: Generation) -> Result<(), Fault> {
         if let Some(why) = self.unreadable() {
@@ -188,7 +190,7 @@ fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
 /// because the previous one will be overwritten.
 fn give_up_steps(
     metadata_device: DeviceIndex,
-    stored: &mut Stored,
+    stored: &mut StoredJob,
     generation: Generation,
 ) -> Vec<Step> {
     let slots = 0..stored.slots.len();

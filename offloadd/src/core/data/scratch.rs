@@ -9,12 +9,14 @@ use offload_api::geometry::SlotPlace;
 use offload_api::ring::entry::{Request, Sqe, Verb};
 use offload_support::units::ApproxBytes;
 
-use super::Data;
-use super::job::Activity;
-use super::session::Stage;
+use super::job::Job;
+use super::members::Member;
+use super::session::{Session, Stage};
+use super::stored::Activity;
 use super::tiles::TileIo;
+use super::{Data, Incarnation};
 use crate::core::Reply;
-use crate::io::{IoOp, SessionId};
+use crate::io::SessionId;
 use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
 use crate::store::tile_table::Extent;
@@ -86,17 +88,15 @@ impl Data {
     /// # Errors
     /// The session may not have such tiles, or not as many bytes.
     pub(in crate::core) fn check_scratch(
-        &self,
+        &mut self,
         id: SessionId,
         tile_bytes: Vec<u32>,
     ) -> Result<ScratchRequest, Fault> {
-        let session = &self.sessions[&id];
-        let who = format!(
-            "scratch of rank {} of job {}",
-            session.rank, session.key.name
-        );
+        let Member { session, job, .. } = self.member(id);
+        let key = session.key.clone();
+        let who = format!("scratch of rank {} of job {}", session.rank, key.name);
         let invalid = |why: &str| Err(Fault::new(FaultKind::Invalid, format!("{who}: {why}")));
-        let tile_count = self.tile_count(&session.key);
+        let tile_count = job.tile_count();
         if tile_count == 0 {
             return invalid("the job has no tiles yet: define them first");
         }
@@ -111,7 +111,7 @@ impl Data {
         }
         check_tile_bytes(tile_bytes.iter().copied())?;
         let asked_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
-        self.admit_device_bytes(&session.key, asked_bytes)?;
+        self.admission().admit_device_bytes(&key, asked_bytes)?;
         Ok(ScratchRequest {
             session: id,
             who,
@@ -120,7 +120,7 @@ impl Data {
     }
 
     /// Gives a session its scratch tiles.
-    pub(in crate::core) fn take_scratch(
+    pub(in crate::core) fn give_scratch(
         &mut self,
         asked: ScratchRequest,
         extents: Vec<Extent>,
@@ -131,29 +131,67 @@ impl Data {
             ..
         } = asked;
         let reserved_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
-        let session = self.sessions.get_mut(&session).expect("a live session");
+        let session = self.sessions.get_mut(session).expect("a live session");
         session.scratch = (extents.into_iter().zip(tile_bytes))
             .map(|(extent, bytes)| ScratchTile::new(extent, bytes, None))
             .collect();
         Reply::ReserveScratch { reserved_bytes }
     }
 
-    /// Marks a scratch tile as being read or written.
-    pub(super) fn start_scratch(
+    /// Returns the scratch tile that `entry` overwrites, if the entry is valid: the tile may move to another extent.
+    pub(in crate::core) fn scratch_write(
         &mut self,
         id: SessionId,
+        entry: &Sqe,
+    ) -> Option<ScratchWrite> {
+        let session = self.sessions.get(id)?;
+        if session.scratch.is_empty() || session.stage != Stage::Live {
+            return None;
+        }
+        let request = Request::check(entry, self.incarnation.epoch).ok()?;
+        let Member {
+            session,
+            job,
+            incarnation,
+        } = self.member(id);
+        let (index, place) = session.check_slot(job, &request).ok()?;
+        let index = index.checked_sub(job.tile_count())?;
+        let tile = &session.scratch[index];
+        let writes = request.verb == Verb::SwapOut && tile.activity == Activity::Idle;
+        let refused = job.unwritable(incarnation).is_some();
+        let fits = place.bytes >= u64::from(tile.bytes);
+        (writes && fits && !refused).then_some(ScratchWrite {
+            session: id,
+            index,
+            extent: tile.extent,
+            bytes: tile.bytes,
+        })
+    }
+
+    /// Moves the tile to `extent` without its content.
+    pub(in crate::core) fn replace_scratch(&mut self, write: &ScratchWrite, extent: Extent) {
+        let session = self.sessions.get_mut(write.session).expect("it writes");
+        let tile = &mut session.scratch[write.index];
+        tile.extent = extent;
+        tile.content = None;
+    }
+}
+
+impl Session {
+    /// Marks a scratch tile as being read or written, if that is allowed now.
+    pub(super) fn start_scratch(
+        &mut self,
+        job: &Job,
+        incarnation: &Incarnation,
         index: usize,
         request: Request,
         place: SlotPlace,
-    ) -> Result<(TileIo, IoOp), FaultKind> {
-        let read_only = self.read_only.is_some();
-        let session = self.sessions.get_mut(&id).expect("its submission is taken");
-        let job = &self.jobs[&session.key];
-        let tile = &mut session.scratch[index];
+    ) -> Result<TileIo, FaultKind> {
+        let tile = &mut self.scratch[index];
         if place.bytes < u64::from(tile.bytes) {
             return Err(FaultKind::SlotTooSmall);
         }
-        let (version, activity, op) = match (request.verb, tile.activity) {
+        let (version, activity) = match (request.verb, tile.activity) {
             (_, Activity::Writing) | (Verb::SwapOut, Activity::Reading { .. }) => {
                 return Err(FaultKind::TileBusy);
             }
@@ -167,10 +205,10 @@ impl Data {
                 if job.poison.is_some() {
                     return Err(FaultKind::Poisoned);
                 }
-                (version, Activity::Reading { count }, IoOp::Read)
+                (version, Activity::Reading { count })
             }
             (Verb::SwapOut, Activity::Idle) => {
-                if read_only || job.unusable().is_some() {
+                if job.unwritable(incarnation).is_some() {
                     return Err(FaultKind::Poisoned);
                 }
                 // It belongs to no generation: the number only tells when it was written.
@@ -179,62 +217,28 @@ impl Data {
                     checksum: request.checksum,
                     which: 0,
                 };
-                (version, Activity::Writing, IoOp::Write)
+                (version, Activity::Writing)
             }
         };
         tile.activity = activity;
-        let io = TileIo {
-            session: id,
-            key: session.key.clone(),
+        Ok(TileIo {
+            session: self.id,
+            key: self.key.clone(),
             request,
             extent: tile.extent,
             bytes: tile.bytes,
             version,
             scratch: Some(index),
-        };
-        Ok((io, op))
-    }
-
-    /// Returns the scratch tile that `entry` overwrites, if the entry is valid: the tile may move to another extent.
-    pub(in crate::core) fn scratch_write(
-        &self,
-        id: SessionId,
-        entry: &Sqe,
-    ) -> Option<ScratchWrite> {
-        let session = self.sessions.get(&id)?;
-        if session.scratch.is_empty() || session.stage != Stage::Live {
-            return None;
-        }
-        let request = Request::check(entry, self.epoch).ok()?;
-        let (index, place) = self.check_slot(id, &request).ok()?;
-        let index = index.checked_sub(self.tile_count(&session.key))?;
-        let tile = &session.scratch[index];
-        let writes = request.verb == Verb::SwapOut && tile.activity == Activity::Idle;
-        let refused = self.unusable(&self.jobs[&session.key]).is_some();
-        let fits = place.bytes >= u64::from(tile.bytes);
-        (writes && fits && !refused).then_some(ScratchWrite {
-            session: id,
-            index,
-            extent: tile.extent,
-            bytes: tile.bytes,
         })
     }
 
-    /// Moves the tile to `extent` without its content.
-    pub(in crate::core) fn replace_scratch(&mut self, write: &ScratchWrite, extent: Extent) {
-        let session = self.sessions.get_mut(&write.session).expect("it writes");
-        let tile = &mut session.scratch[write.index];
-        tile.extent = extent;
-        tile.content = None;
-    }
-
-    pub(super) fn end_scratch(&mut self, io: &TileIo, index: usize, moved: bool) {
-        let session = self.sessions.get_mut(&io.session);
-        let tile = &mut session.expect("it waits for its operations").scratch[index];
+    /// Marks a scratch tile as read, or as written with `version`.
+    pub(super) fn end_scratch(&mut self, index: usize, version: Version, moved: bool) {
+        let tile = &mut self.scratch[index];
         tile.activity = match tile.activity {
             Activity::Reading { count } if count > 1 => Activity::Reading { count: count - 1 },
             Activity::Writing => {
-                tile.content = moved.then_some(io.version);
+                tile.content = moved.then_some(version);
                 Activity::Idle
             }
             _ => Activity::Idle,

@@ -6,22 +6,22 @@
 use std::collections::{HashMap, HashSet};
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::geometry::Geometry;
+use offload_api::geometry::{Geometry, SlotPlace};
 use offload_api::ids::{DeviceIndex, Rank, SessionToken, SlotIndex};
 use offload_api::ring::RING_ENTRIES_MAX;
+use offload_api::ring::entry::Request;
 use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
-use offload_support::units::ApproxBytes;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::Job;
+use super::job::{Job, RankState};
 use super::scratch::ScratchTile;
 use super::{Data, JobKey, Note};
 use crate::core::operations::Operations;
 use crate::core::{Action, CallId, DeviceState, OpenReply, OpenSession, Peer, Reply};
 use crate::io::{IoId, SessionId};
-use crate::store::manifest::LOCAL_RANKS_MAX;
 
 pub(super) struct Session {
+    pub(super) id: SessionId,
     pub(super) key: JobKey,
     pub(super) rank: Rank,
     pub(super) uid: u32,
@@ -38,8 +38,6 @@ pub(super) struct Session {
     pub(super) inflight_count: u32,
     /// Operations in flight by ticket; for a ticket that was used twice, the operation that began last.
     pub(super) tickets: HashMap<u64, IoId>,
-    /// Whether the session has resumed, so that tiles can be read and written.
-    pub(super) resumed: bool,
     /// Scratch tiles, in the order of their indices.
     pub(super) scratch: Vec<ScratchTile>,
 }
@@ -73,16 +71,47 @@ impl Session {
     pub(super) fn has_scratch_on(&self, device: DeviceIndex) -> bool {
         (self.scratch.iter()).any(|tile| tile.extent.device == device && tile.is_written())
     }
+
+    /// Checks that the session may start an operation on this tile with this slot. Returns the tile's index, where scratch
+    /// tiles follow the job's tiles, and the slot's place.
+    pub(super) fn check_slot(
+        &self,
+        job: &Job,
+        request: &Request,
+    ) -> Result<(usize, SlotPlace), FaultKind> {
+        if self.inflight_count >= self.iodepth {
+            return Err(FaultKind::TooMany);
+        }
+        let index = request.tile.0 as usize;
+        if index >= job.tile_count() + self.scratch.len() {
+            return Err(FaultKind::UnknownTile);
+        }
+        if !job.has_resumed(self.rank) {
+            return Err(FaultKind::WrongGeneration);
+        }
+        let place = (self.geometry.place(request.slot)).ok_or(FaultKind::UnknownSlot)?;
+        if self.busy_slots.contains(&request.slot) {
+            return Err(FaultKind::SlotBusy);
+        }
+        Ok((index, place))
+    }
+
+    /// Counts an operation with this slot as begun.
+    pub(super) fn use_slot(&mut self, slot: SlotIndex) {
+        self.inflight_count += 1;
+        self.busy_slots.insert(slot);
+    }
+
+    /// Counts an operation with this slot as ended.
+    pub(super) fn free_slot(&mut self, slot: SlotIndex) {
+        self.inflight_count -= 1;
+        self.busy_slots.remove(&slot);
+    }
 }
 
 impl Data {
-    pub(super) fn arena_free_bytes(&self) -> u64 {
-        // After the limit was lowered, more than the limit may be in use.
-        (self.limits.arena_bytes_max).saturating_sub(self.arena_used_bytes)
-    }
-
     pub(in crate::core) fn has_sessions(&self) -> bool {
-        !self.sessions.is_empty()
+        self.sessions.len() > 0
     }
 
     /// Returns the live session of a token, if it belongs to this peer.
@@ -91,16 +120,7 @@ impl Data {
         peer: Peer,
         token: SessionToken,
     ) -> Result<SessionId, Fault> {
-        let found = self.tokens.get(&token).copied().filter(|id| {
-            let session = &self.sessions[id];
-            session.uid == peer.uid && session.stage == Stage::Live
-        });
-        found.ok_or_else(|| {
-            Fault::new(
-                FaultKind::NotFound,
-                "no session has this token: the session has ended, or belongs to another daemon",
-            )
-        })
+        self.sessions.live(peer, token)
     }
 
     pub(in crate::core) fn open(
@@ -111,17 +131,15 @@ impl Data {
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let key = JobKey::new(peer.uid, open.job.clone());
-        let geometry = self.check_open(&key, &open)?;
-        self.check_unclaimed(peer.uid)?;
-        let iodepth = self.admit_session(&key, &open, geometry.arena_bytes())?;
+        let admission = self.admission();
+        let geometry = admission.check_open(&key, &open)?;
+        admission.check_unclaimed(peer.uid)?;
+        let iodepth = admission.admit_session(&key, &open, geometry.arena_bytes())?;
         let ring_entries = ring_entries(iodepth);
         let id = SessionId(ops.number());
-        self.arena_used_bytes += geometry.arena_bytes();
-        let device_count = ops.device_count();
-        let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
+        let job = self.jobs.get_or_new(&key, ops.device_count());
         job.local_ranks = open.local_ranks;
-        job.members.insert(open.rank, id);
-        self.tokens.insert(open.token, id);
+        job.members.insert(open.rank, RankState::default());
         ops.push(Action::MakeArena {
             session: id,
             token: open.token,
@@ -131,7 +149,8 @@ impl Data {
             ring_entries,
             iodepth,
         });
-        let session = Session {
+        self.sessions.insert(Session {
+            id,
             key,
             rank: open.rank,
             uid: peer.uid,
@@ -145,60 +164,14 @@ impl Data {
             busy_slots: HashSet::new(),
             inflight_count: 0,
             tickets: HashMap::new(),
-            resumed: false,
             scratch: Vec::new(),
-        };
-        self.sessions.insert(id, session);
+        });
         Ok(None)
-    }
-
-    fn check_open(&self, key: &JobKey, open: &OpenSession) -> Result<Geometry, Fault> {
-        let fault = |kind, message| Err(Fault::new(kind, message));
-        let (name, rank) = (&key.name, open.rank);
-        if self.sessions.len() >= self.limits.sessions_max as usize {
-            return fault(
-                FaultKind::TooMany,
-                format!(
-                    "{} sessions are open, which is the limit",
-                    self.sessions.len()
-                ),
-            );
-        }
-        if self.tokens.contains_key(&open.token) {
-            return fault(FaultKind::Invalid, "the token is in use".into());
-        }
-        if open.local_ranks == 0 || open.local_ranks > LOCAL_RANKS_MAX || open.iodepth == 0 {
-            return fault(
-                FaultKind::Invalid,
-                format!(
-                    "{} local ranks with iodepth {}: expected 1 to {LOCAL_RANKS_MAX} local ranks and an iodepth of at least 1",
-                    open.local_ranks, open.iodepth
-                ),
-            );
-        }
-        if let Some(job) = self.jobs.get(key) {
-            job.check_member(name, rank, open.local_ranks)?;
-        }
-        let geometry = Geometry::new(&open.classes)
-            .map_err(|error| Fault::new(FaultKind::Invalid, error.to_string()))?;
-        if geometry.arena_bytes() > self.arena_free_bytes() {
-            return fault(
-                FaultKind::NoMemory,
-                format!(
-                    "rank {rank} of job {name} asks for {} of host memory, {} of {} are free, {} too few: ask for less, or raise arena_bytes_max",
-                    ApproxBytes(geometry.arena_bytes()),
-                    ApproxBytes(self.arena_free_bytes()),
-                    ApproxBytes(self.limits.arena_bytes_max),
-                    ApproxBytes(geometry.arena_bytes() - self.arena_free_bytes())
-                ),
-            );
-        }
-        Ok(geometry)
     }
 
     /// Handles that the session's process has fetched the descriptors.
     pub(in crate::core) fn on_attached(&mut self, id: SessionId) {
-        if let Some(session) = self.sessions.get_mut(&id) {
+        if let Some(session) = self.sessions.get_mut(id) {
             session.claimed = true;
         }
     }
@@ -210,12 +183,20 @@ impl Data {
         devices: Vec<DeviceState>,
         ops: &mut Operations,
     ) {
-        let session = self.sessions.get_mut(&id).expect("the arena of a session");
+        let session = self.sessions.get_mut(id).expect("the arena of a session");
         match (session.stage, result) {
             (Stage::Making { open }, Ok(())) => {
                 session.stage = Stage::Live;
-                let reply = Ok(Reply::Open(Box::new(self.open_reply(id, devices))));
-                ops.reply(open, reply);
+                let reply = OpenReply {
+                    token: session.token,
+                    epoch: self.incarnation.epoch,
+                    arena_bytes: session.geometry.arena_bytes(),
+                    ring_entries: session.ring_entries,
+                    iodepth: session.iodepth,
+                    block_bytes: BLOCK_BYTES,
+                    devices,
+                };
+                ops.reply(open, Ok(Reply::Open(Box::new(reply))));
             }
             (Stage::EndingUnmade { open }, Ok(())) => {
                 session.stage = Stage::Ending { close: None };
@@ -234,25 +215,6 @@ impl Data {
         }
     }
 
-    fn open_reply(&self, id: SessionId, devices: Vec<DeviceState>) -> OpenReply {
-        let session = &self.sessions[&id];
-        OpenReply {
-            token: session.token,
-            epoch: self.epoch,
-            arena_bytes: session.geometry.arena_bytes(),
-            ring_entries: session.ring_entries,
-            iodepth: session.iodepth,
-            block_bytes: BLOCK_BYTES,
-            devices,
-        }
-    }
-
-    pub(in crate::core) fn describe_job(&self, id: SessionId) -> Reply {
-        let job = &self.jobs[&self.sessions[&id].key];
-        let stored = job.stored.as_ref();
-        Reply::DescribeJob(stored.map(|stored| Box::new(stored.to_job_record())))
-    }
-
     /// Ends a session: its process has closed it (the call `close` waits for the end), has died, or broke the protocol.
     pub(in crate::core) fn end_session(
         &mut self,
@@ -261,22 +223,15 @@ impl Data {
         ops: &mut Operations,
     ) {
         // A session may end twice: its process closes it and then exits while the last operations end.
-        let Some(session) = self.sessions.get_mut(&id) else {
-            return;
-        };
-        session.stage = match session.stage {
-            Stage::Making { open } => Stage::EndingUnmade { open },
-            Stage::Live => Stage::Ending { close },
-            Stage::Ending { .. } | Stage::EndingUnmade { .. } => return,
-        };
-        self.tokens.remove(&session.token);
-        self.lose_member(id, ops);
-        self.try_drop(id, ops);
+        if self.sessions.end(id, close) {
+            self.lose_member(id, ops);
+            self.try_drop(id, ops);
+        }
     }
 
     /// Drops the arena of an ended session after its last operation.
     pub(super) fn try_drop(&mut self, id: SessionId, ops: &mut Operations) {
-        let session = &self.sessions[&id];
+        let session = self.sessions.get(id).expect("a session");
         let Stage::Ending { close } = session.stage else {
             return;
         };
@@ -291,9 +246,7 @@ impl Data {
     }
 
     fn forget(&mut self, id: SessionId) {
-        let session = self.sessions.remove(&id).expect("a session");
-        self.tokens.remove(&session.token);
-        self.arena_used_bytes -= session.geometry.arena_bytes();
+        let session = self.sessions.remove(id);
         if !session.scratch.is_empty() {
             let extents = session
                 .scratch
@@ -303,6 +256,6 @@ impl Data {
         }
         let job = self.jobs.get_mut(&session.key).expect("a session's job");
         job.members.remove(&session.rank);
-        self.settle(&session.key);
+        self.jobs.settle(&session.key);
     }
 }

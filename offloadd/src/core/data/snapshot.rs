@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use offload_api::ring::entry::Verb;
 
 use super::job::Job;
+use super::jobs::JobTable;
 use super::{Data, JobKey};
 use crate::core::{JobSummary, Peer};
 use crate::quota::Weights;
@@ -70,18 +71,28 @@ pub enum CommitState {
     Writing,
 }
 
+impl Viewer {
+    /// Whether the viewer may see this job.
+    pub(super) fn sees(self, key: &JobKey) -> bool {
+        match self {
+            Self::All => true,
+            Self::Uid(uid) => key.uid == uid,
+        }
+    }
+}
+
 impl Data {
     /// Returns the jobs of this viewer, by owner and name.
-    pub(in crate::core) fn look(&self, viewer: Viewer) -> Vec<JobState> {
-        let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
+    pub(in crate::core) fn job_states(&self, viewer: Viewer) -> Vec<JobState> {
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
-            .filter(|(key, _)| seen(key))
-            .map(|(key, job)| {
-                let weights = self.weights_of(key.uid, &key.name);
-                (key, state(key, job, weights, self.read_only.is_some()))
+            .filter(|job| viewer.sees(&job.key))
+            .map(|job| {
+                let weights = self.quotas.weights(job.key.uid, &job.key.name);
+                let read_only = self.incarnation.read_only.is_some();
+                (&job.key, state(job, weights, read_only))
             })
             .collect();
-        for session in self.sessions.values() {
+        for session in self.sessions.iter() {
             let Some(job) = jobs.get_mut(&session.key) else {
                 continue;
             };
@@ -102,14 +113,21 @@ impl Data {
         jobs.into_values().collect()
     }
 
+    /// Returns the host memory of all sessions and the number of sessions.
+    pub(in crate::core) fn arena_used(&self) -> (u64, u64) {
+        (self.sessions.arena_bytes(), self.sessions.len() as u64)
+    }
+}
+
+impl JobTable {
     /// Returns the caller's jobs in the store.
-    pub(in crate::core) fn list_jobs(&self, peer: Peer) -> Vec<JobSummary> {
-        let mine = self.jobs.iter().filter(|(key, _)| key.uid == peer.uid);
-        mine.filter_map(|(key, job)| {
+    pub(in crate::core) fn summaries(&self, peer: Peer) -> Vec<JobSummary> {
+        let mine = self.iter().filter(|job| job.key.uid == peer.uid);
+        mine.filter_map(|job| {
             let stored = job.stored.as_ref()?;
             Some(JobSummary {
-                job: key.name.clone(),
-                uid: key.uid,
+                job: job.key.name.clone(),
+                uid: job.key.uid,
                 reserved_bytes: stored.entry.reserved_bytes,
                 newest_generation: stored.newest(),
                 open: !job.members.is_empty(),
@@ -117,14 +135,9 @@ impl Data {
         })
         .collect()
     }
-
-    /// Returns the host memory of all sessions and the number of sessions.
-    pub(in crate::core) fn arena_used(&self) -> (u64, u64) {
-        (self.arena_used_bytes, self.sessions.len() as u64)
-    }
 }
 
-fn state(key: &JobKey, job: &Job, weights: Weights, read_only: bool) -> JobState {
+fn state(job: &Job, weights: Weights, read_only: bool) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -135,8 +148,8 @@ fn state(key: &JobKey, job: &Job, weights: Weights, read_only: bool) -> JobState
         },
     };
     JobState {
-        uid: key.uid,
-        job: key.name.clone(),
+        uid: job.key.uid,
+        job: job.key.name.clone(),
         job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
         weights,

@@ -2,16 +2,18 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
-use offload_api::ids::{DeviceNumber, Epoch, SlotIndex};
+use offload_api::ids::{DeviceNumber, Epoch};
 use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::{Activity, Job};
-use super::members::poison;
-use super::session::Stage;
-use super::{Data, JobKey, Note, Purpose};
+use super::job::Job;
+use super::members::{Member, poison};
+use super::script::{JobScriptPurpose, ScriptResult};
+use super::session::{Session, Stage};
+use super::stored::Activity;
+use super::{Data, Incarnation, JobKey, Note};
 use crate::core::Action;
-use crate::core::operations::{Failed, Operations, Step, errno_kind};
+use crate::core::operations::{Operations, ScriptFailure, Step, errno_kind};
 use crate::io::{Buffer, IoId, IoOp, IoResult, SessionId};
 use crate::store::definition::{Durability, Tile, TileKind};
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
@@ -34,9 +36,8 @@ pub(super) struct TileIo {
 /// A write that waits until its job is marked as being overwritten.
 #[derive(Clone, Debug)]
 pub(super) struct ParkedWrite {
-    pub(super) session: SessionId,
+    pub(super) tile: TileIo,
     place: SlotPlace,
-    tile: TileIo,
 }
 
 impl Data {
@@ -47,7 +48,7 @@ impl Data {
         ops: &mut Operations,
     ) {
         // Entries that a process wrote before its session ended may still be in its ring.
-        let Some(session) = self.sessions.get(&id) else {
+        let Some(session) = self.sessions.get(id) else {
             return;
         };
         if session.stage != Stage::Live {
@@ -55,7 +56,7 @@ impl Data {
         }
         let epoch = match is_disabled(Safeguard::Epoch) {
             true => Epoch(entry.epoch),
-            false => self.epoch,
+            false => self.incarnation.epoch,
         };
         let started = if entry.verb == Promote::VERB {
             Promote::check(entry, epoch).map(|promote| {
@@ -84,7 +85,7 @@ impl Data {
     /// Raises the priority of an operation. Takes constant time, also for unknown tickets, because a process may send as many
     /// as its ring holds.
     fn promote(&mut self, id: SessionId, promote: Promote, ops: &mut Operations) {
-        let session = &self.sessions[&id];
+        let session = self.sessions.get(id).expect("its submission is taken");
         let Some(&io) = session.tickets.get(&promote.ticket.0) else {
             return;
         };
@@ -97,130 +98,38 @@ impl Data {
         });
     }
 
-    /// Checks that the session may start an operation on this tile with this slot. Returns the tile's index, where scratch
-    /// tiles follow the job's tiles, and the slot's place.
-    pub(super) fn check_slot(
-        &self,
-        id: SessionId,
-        request: &Request,
-    ) -> Result<(usize, SlotPlace), FaultKind> {
-        let session = &self.sessions[&id];
-        if session.inflight_count >= session.iodepth {
-            return Err(FaultKind::TooMany);
-        }
-        let index = request.tile.0 as usize;
-        if index >= self.tile_count(&session.key) + session.scratch.len() {
-            return Err(FaultKind::UnknownTile);
-        }
-        if !session.resumed {
-            return Err(FaultKind::WrongGeneration);
-        }
-        let place = (session.geometry.place(request.slot)).ok_or(FaultKind::UnknownSlot)?;
-        if session.busy_slots.contains(&request.slot) {
-            return Err(FaultKind::SlotBusy);
-        }
-        Ok((index, place))
-    }
-
     fn start_tile(
         &mut self,
         id: SessionId,
         request: Request,
         ops: &mut Operations,
     ) -> Result<(), FaultKind> {
-        let (index, place) = self.check_slot(id, &request)?;
-        let session = &self.sessions[&id];
-        let (key, rank) = (session.key.clone(), session.rank);
-        let tile_count = self.tile_count(&key);
-        if let Some(scratch) = index.checked_sub(tile_count) {
-            let (io, op) = self.start_scratch(id, scratch, request, place)?;
-            self.count_in(id, request.slot);
-            self.issue(io, op, place, ops);
+        let Member {
+            session,
+            job,
+            incarnation,
+        } = self.member(id);
+        let (index, place) = session.check_slot(job, &request)?;
+        let tile = match index.checked_sub(job.tile_count()) {
+            Some(scratch) => session.start_scratch(job, incarnation, scratch, request, place)?,
+            None => job.start_tile(session, incarnation, request, place)?,
+        };
+        session.use_slot(request.slot);
+        if tile.scratch.is_some() || request.verb == Verb::SwapIn {
+            self.issue(tile, place, ops);
             return Ok(());
         }
-        let job = &self.jobs[&key];
-        let stored = job.stored.as_ref().expect("it resumed");
-        let Tile {
-            tile_bytes: bytes,
-            kind,
-            ..
-        } = stored.table.definition.tiles()[index];
-        if place.bytes < u64::from(bytes) {
-            return Err(FaultKind::SlotTooSmall);
+        let write = ParkedWrite { tile, place };
+        if job.must_mark() {
+            job.park(write, ops);
+        } else {
+            self.start_write(write, ops);
         }
-        let tile = stored.tiles[index];
-        let (version, activity) = match request.verb {
-            Verb::SwapIn => {
-                let reading = match tile.activity {
-                    Activity::Idle => 1,
-                    Activity::Reading { count } => count + 1,
-                    Activity::Writing => return Err(FaultKind::TileBusy),
-                };
-                let version =
-                    (tile.newest().filter(|_| !tile.failed)).ok_or(FaultKind::NeverWritten)?;
-                // A failed flush may have lost it.
-                if job.poison.is_some() && tile.working.is_some() {
-                    return Err(FaultKind::Poisoned);
-                }
-                (version, Activity::Reading { count: reading })
-            }
-            Verb::SwapOut => {
-                if self.unusable(job).is_some() {
-                    return Err(FaultKind::Poisoned);
-                }
-                let unconfirmed = job.awaiting_confirm && !is_disabled(Safeguard::ConfirmFirst);
-                let closed = unconfirmed || self.has_committed(&key, rank);
-                let other = request.generation != job.working;
-                if closed || (other && !is_disabled(Safeguard::GenerationCheck)) {
-                    return Err(FaultKind::WrongGeneration);
-                }
-                if tile.activity != Activity::Idle {
-                    return Err(FaultKind::TileBusy);
-                }
-                // Its only extent holds what is committed.
-                if kind == TileKind::Frozen && tile.committed.is_some() {
-                    return Err(FaultKind::Invalid);
-                }
-                let version = Version {
-                    generation: job.working,
-                    checksum: request.checksum,
-                    which: free_extent(stored.durability(), tile.committed),
-                };
-                (version, Activity::Writing)
-            }
-        };
-        let extent = stored.table.extents[index][usize::from(version.which)];
-        let io = TileIo {
-            session: id,
-            key: key.clone(),
-            request,
-            extent,
-            bytes,
-            version,
-            scratch: None,
-        };
-        self.tile_mut(&key, request.tile).expect("checked").activity = activity;
-        self.count_in(id, request.slot);
-        if request.verb == Verb::SwapOut {
-            let job = self.jobs.get_mut(&key).expect("checked");
-            job.accept_write();
-            let parked = ParkedWrite {
-                session: id,
-                place,
-                tile: io,
-            };
-            if self.must_mark(&key) {
-                self.park(&key, parked, ops);
-            } else {
-                self.start_write(parked, ops);
-            }
-            return Ok(());
-        }
-        self.issue(io, IoOp::Read, place, ops);
         Ok(())
     }
 
-    fn start_write(&mut self, write: ParkedWrite, ops: &mut Operations) {
+    /// Starts a write of a job's tile.
+    pub(super) fn start_write(&mut self, write: ParkedWrite, ops: &mut Operations) {
         self.notes.push_back(Note::Overwrites {
             key: write.tile.key.clone(),
             tile: write.tile.request.tile.0,
@@ -228,10 +137,14 @@ impl Data {
         });
         let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
         job.mark_unflushed(write.tile.extent.device);
-        self.issue(write.tile, IoOp::Write, write.place, ops);
+        self.issue(write.tile, write.place, ops);
     }
 
-    fn issue(&mut self, tile: TileIo, op: IoOp, place: SlotPlace, ops: &mut Operations) {
+    fn issue(&mut self, tile: TileIo, place: SlotPlace, ops: &mut Operations) {
+        let op = match tile.request.verb {
+            Verb::SwapIn => IoOp::Read,
+            Verb::SwapOut => IoOp::Write,
+        };
         let buffer = Buffer::Slot {
             session: tile.session,
             place,
@@ -239,91 +152,28 @@ impl Data {
         let TileIo { extent, bytes, .. } = tile;
         let part = [extent.offset, u64::from(bytes)];
         let priority = tile.request.priority;
-        let weights = Some(self.weights_of(tile.key.uid, &tile.key.name));
+        let weights = Some(self.quotas.weights(tile.key.uid, &tile.key.name));
         let io = ops.start_weighted(extent.device, op, part, buffer, priority, weights);
-        if let Some(session) = self.sessions.get_mut(&tile.session) {
+        if let Some(session) = self.sessions.get_mut(tile.session) {
             session.tickets.insert(tile.request.ticket.0, io);
         }
         self.inflight.insert(io, tile);
     }
 
-    /// Whether the newest record must be marked before the first tile is overwritten, which durability `none` requires.
-    fn must_mark(&self, key: &JobKey) -> bool {
-        let stored = self.jobs[key].stored.as_ref().expect("it resumed");
-        let newest = stored.newest_marked();
-        stored.durability() == Durability::None
-            && newest.is_some_and(|marked| marked.mark != Some(Mark::Overwriting))
-    }
-
-    fn park(&mut self, key: &JobKey, write: ParkedWrite, ops: &mut Operations) {
-        let job = self.jobs.get_mut(key).expect("it writes");
-        job.parked.push_back(write);
-        if job.script.is_some() {
-            return;
-        }
-        let stored = job.stored.as_ref().expect("it resumed");
-        let record = &stored.newest_marked().expect("it must be marked").record;
-        let places = stored.entry.area.marks(Record::slot(record.generation));
-        let mark = record.encode_mark(Mark::Overwriting);
-        let steps = vec![
-            Step::twice(ops.metadata_device(), places, mark),
-            Step::flush([ops.metadata_device()]),
-        ];
-        self.run_script(key, Purpose::Overwrite, steps, ops);
-    }
-
-    pub(super) fn finish_overwrite(
-        &mut self,
-        key: &JobKey,
-        result: Result<(), Failed>,
-        ops: &mut Operations,
-    ) {
-        let job = self.jobs.get_mut(key).expect("a script's job");
-        let stored = job.stored.as_mut().expect("it writes");
-        let parked = std::mem::take(&mut job.parked);
-        match result {
-            Ok(()) => {
-                let newest = stored.newest();
-                if let SlotContent::Sound(marked) = stored.slot_of(newest) {
-                    marked.mark = Some(Mark::Overwriting);
-                }
-                for write in parked {
-                    self.start_write(write, ops);
-                }
-            }
-            Err(failed) => {
-                let fault = poison(&key.name, "marking it as being written", &failed.fault);
-                job.poison(fault);
-                for write in parked {
-                    self.cancel_write(&write);
-                    let ticket = write.tile.request.ticket.0;
-                    complete(write.session, refusal(ticket, FaultKind::Poisoned), ops);
-                }
-                self.try_commit(key, ops);
-            }
-        }
-    }
-
     /// Cancels a write that waited and was not started.
     pub(super) fn cancel_write(&mut self, write: &ParkedWrite) {
         let TileIo { key, request, .. } = &write.tile;
-        self.tile_mut(key, request.tile).expect("it waits").activity = Activity::Idle;
         let job = self.jobs.get_mut(key).expect("it waits");
-        job.end_write();
-        self.free_slot(write.session, request.slot);
+        job.cancel_write(request);
+        self.sessions.free_slot(write.tile.session, request.slot);
     }
 
-    fn count_in(&mut self, id: SessionId, slot: SlotIndex) {
-        let session = self.sessions.get_mut(&id).expect("its submission is taken");
-        session.inflight_count += 1;
-        session.busy_slots.insert(slot);
-    }
-
-    fn free_slot(&mut self, session: SessionId, slot: SlotIndex) {
-        if let Some(session) = self.sessions.get_mut(&session) {
-            session.inflight_count -= 1;
-            session.busy_slots.remove(&slot);
-        }
+    /// Cancels a write that waited, and reports that the job is poisoned.
+    pub(super) fn refuse_write(&mut self, write: &ParkedWrite, ops: &mut Operations) {
+        self.cancel_write(write);
+        let ticket = write.tile.request.ticket.0;
+        let refused = refusal(ticket, FaultKind::Poisoned);
+        complete(write.tile.session, refused, ops);
     }
 
     /// Handles the end of a tile's operation. Returns the tile's extent; `None` if `id` is not a tile's operation.
@@ -344,34 +194,114 @@ impl Data {
             Ok(_) => Some(FaultKind::Short),
             Err(errno) => Some(errno_kind(errno)),
         };
-        let Some(session) = self.sessions.get_mut(&io.session) else {
+        if self.sessions.get(io.session).is_none() {
             assert!(is_disabled(Safeguard::ReclaimAfterIo));
             return;
-        };
+        }
+        let Member { session, job, .. } = self.member(io.session);
         // Another operation may have got the same ticket since.
         if session.tickets.get(&io.request.ticket.0) == Some(&id) {
             session.tickets.remove(&io.request.ticket.0);
         }
-        self.end_activity(io, fault.is_none());
-        self.free_slot(io.session, io.request.slot);
-        let reads = io.request.verb == Verb::SwapIn;
-        let session = &self.sessions[&io.session];
+        match io.scratch {
+            Some(scratch) => session.end_scratch(scratch, io.version, fault.is_none()),
+            None => job.end_tile(io, fault.is_none()),
+        }
+        session.free_slot(io.request.slot);
         if session.stage == Stage::Live {
             let device = ops.number_of(io.extent.device);
             complete(io.session, entry(io, device, fault, result), ops);
         }
         self.try_drop(io.session, ops);
-        if !reads {
+        if io.request.verb == Verb::SwapOut {
             self.try_commit(&io.key, ops);
         }
     }
+}
 
-    fn end_activity(&mut self, io: &TileIo, moved: bool) {
-        if let Some(scratch) = io.scratch {
-            return self.end_scratch(io, scratch, moved);
+impl Job {
+    /// Returns the reason why nothing can be written.
+    pub(super) fn unwritable<'a>(&'a self, incarnation: &'a Incarnation) -> Option<&'a Fault> {
+        incarnation.read_only.as_ref().or(self.unusable())
+    }
+
+    /// Marks a tile as being read or written, if that is allowed now.
+    fn start_tile(
+        &mut self,
+        session: &Session,
+        incarnation: &Incarnation,
+        request: Request,
+        place: SlotPlace,
+    ) -> Result<TileIo, FaultKind> {
+        let index = request.tile.0 as usize;
+        let stored = self.stored.as_ref().expect("it resumed");
+        let Tile {
+            tile_bytes: bytes,
+            kind,
+            ..
+        } = stored.table.definition.tiles()[index];
+        if place.bytes < u64::from(bytes) {
+            return Err(FaultKind::SlotTooSmall);
         }
-        let job = self.jobs.get_mut(&io.key).expect("it moves tiles");
-        let stored = job.stored.as_mut().expect("it moves tiles");
+        let tile = stored.tiles[index];
+        let (version, activity) = match request.verb {
+            Verb::SwapIn => {
+                let reading = match tile.activity {
+                    Activity::Idle => 1,
+                    Activity::Reading { count } => count + 1,
+                    Activity::Writing => return Err(FaultKind::TileBusy),
+                };
+                let version =
+                    (tile.newest().filter(|_| !tile.failed)).ok_or(FaultKind::NeverWritten)?;
+                // A failed flush may have lost it.
+                if self.poison.is_some() && tile.working.is_some() {
+                    return Err(FaultKind::Poisoned);
+                }
+                (version, Activity::Reading { count: reading })
+            }
+            Verb::SwapOut => {
+                if self.unwritable(incarnation).is_some() {
+                    return Err(FaultKind::Poisoned);
+                }
+                let unconfirmed = self.awaiting_confirm && !is_disabled(Safeguard::ConfirmFirst);
+                let closed = unconfirmed || self.has_committed(session.rank);
+                let other = request.generation != self.working;
+                if closed || (other && !is_disabled(Safeguard::GenerationCheck)) {
+                    return Err(FaultKind::WrongGeneration);
+                }
+                if tile.activity != Activity::Idle {
+                    return Err(FaultKind::TileBusy);
+                }
+                // Its only extent holds what is committed.
+                if kind == TileKind::Frozen && tile.committed.is_some() {
+                    return Err(FaultKind::Invalid);
+                }
+                let version = Version {
+                    generation: self.working,
+                    checksum: request.checksum,
+                    which: free_extent(stored.durability(), tile.committed),
+                };
+                (version, Activity::Writing)
+            }
+        };
+        let io = TileIo {
+            session: session.id,
+            key: self.key.clone(),
+            request,
+            extent: stored.table.extents[index][usize::from(version.which)],
+            bytes,
+            version,
+            scratch: None,
+        };
+        let stored = self.stored.as_mut().expect("just seen");
+        stored.tiles[index].activity = activity;
+        self.writes_inflight_count += u32::from(request.verb == Verb::SwapOut);
+        Ok(io)
+    }
+
+    /// Marks a tile as read or written.
+    fn end_tile(&mut self, io: &TileIo, moved: bool) {
+        let stored = self.stored.as_mut().expect("it moves tiles");
         let tile = &mut stored.tiles[io.request.tile.0 as usize];
         match io.request.verb {
             Verb::SwapIn => {
@@ -392,14 +322,61 @@ impl Data {
                 tile.failed = !moved;
                 stored.failed_count += usize::from(tile.failed);
                 tile.working = moved.then_some(io.version).or(tile.working);
-                job.end_write();
+                self.writes_inflight_count -= 1;
             }
         }
     }
 
-    /// Returns the reason why `job` cannot write or commit any more.
-    pub(super) fn unusable<'a>(&'a self, job: &'a Job) -> Option<&'a Fault> {
-        self.read_only.as_ref().or(job.unusable())
+    /// Marks a tile whose write was not started as idle again.
+    fn cancel_write(&mut self, request: &Request) {
+        let stored = self.stored.as_mut().expect("it waits");
+        stored.tiles[request.tile.0 as usize].activity = Activity::Idle;
+        self.writes_inflight_count -= 1;
+    }
+
+    /// Whether the newest record must be marked before the first tile is overwritten, which durability `none` requires.
+    fn must_mark(&self) -> bool {
+        let stored = self.stored.as_ref().expect("it resumed");
+        let newest = stored.newest_marked();
+        stored.durability() == Durability::None
+            && newest.is_some_and(|marked| marked.mark != Some(Mark::Overwriting))
+    }
+
+    fn park(&mut self, write: ParkedWrite, ops: &mut Operations) {
+        self.parked.push(write);
+        if self.script.is_some() {
+            return;
+        }
+        let stored = self.stored.as_ref().expect("it resumed");
+        let record = &stored.newest_marked().expect("it must be marked").record;
+        let places = stored.entry.area.marks(Record::slot(record.generation));
+        let mark = record.encode_mark(Mark::Overwriting);
+        let steps = vec![
+            Step::twice(ops.metadata_device(), places, mark),
+            Step::flush([ops.metadata_device()]),
+        ];
+        self.run_script(JobScriptPurpose::Overwrite, steps, ops);
+    }
+
+    /// Returns the writes that waited for the mark.
+    pub(super) fn finish_overwrite(&mut self, result: Result<(), ScriptFailure>) -> ScriptResult {
+        let parked = std::mem::take(&mut self.parked);
+        match result {
+            Ok(()) => {
+                let stored = self.stored.as_mut().expect("it writes");
+                let newest = stored.newest();
+                if let SlotContent::Sound(marked) = stored.slot_of(newest) {
+                    marked.mark = Some(Mark::Overwriting);
+                }
+                ScriptResult::Overwrites(parked)
+            }
+            Err(failed) => {
+                let what = "marking it as being written";
+                let fault = poison(&self.key.name, what, &failed.fault);
+                self.poison(fault);
+                ScriptResult::CannotOverwrite(parked)
+            }
+        }
     }
 }
 

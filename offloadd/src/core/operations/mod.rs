@@ -6,7 +6,7 @@ mod flush;
 mod script;
 
 pub(super) use flush::Waiter;
-pub(super) use script::{Failed, ScriptEnd, ScriptId, Step, in_turn};
+pub(super) use script::{ScriptEnd, ScriptFailure, ScriptId, Step, in_turn};
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -157,7 +157,7 @@ impl Operations {
     }
 
     /// Removes a write of a script or a flush from those in flight.
-    pub(super) fn take(&mut self, io: IoId) -> Option<Operation> {
+    pub(super) fn end_operation(&mut self, io: IoId) -> Option<Operation> {
         self.inflight.remove(&io)
     }
 

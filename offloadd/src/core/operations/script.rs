@@ -93,9 +93,9 @@ pub(super) struct Script {
     devices: BTreeSet<DeviceIndex>,
 }
 
-/// Where and why a script failed.
+/// Step at which a script failed, and the fault.
 #[derive(Debug)]
-pub(in crate::core) struct Failed {
+pub(in crate::core) struct ScriptFailure {
     /// Steps that succeeded before.
     pub(in crate::core) steps_done: usize,
     pub(in crate::core) fault: Fault,
@@ -105,7 +105,7 @@ pub(in crate::core) struct Failed {
 #[derive(Debug)]
 pub(in crate::core) struct ScriptEnd {
     pub(in crate::core) script: ScriptId,
-    pub(in crate::core) result: Result<(), Failed>,
+    pub(in crate::core) result: Result<(), ScriptFailure>,
 }
 
 impl Operations {
@@ -210,7 +210,7 @@ impl Operations {
         } = self.scripts.remove(&id).expect("a running script");
         let result = match failed {
             None => Ok(()),
-            Some(fault) => Err(Failed { steps_done, fault }),
+            Some(fault) => Err(ScriptFailure { steps_done, fault }),
         };
         self.ended.push_back(ScriptEnd { script: id, result });
     }
