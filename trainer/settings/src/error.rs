@@ -31,9 +31,12 @@ pub enum SettingsError {
         value: String,
         message: String,
     },
-    /// An Accelerate configuration that cannot be used.
-    #[error("{} {message}", path.display())]
-    Accelerate { path: PathBuf, message: String },
+    /// YAML in place of DeepSpeed's JSON.
+    #[error(
+        "{} is YAML, as Accelerate's configurations: --deepspeed takes DeepSpeed's JSON, such as the file that deepspeed_config_file names there; write settings that stand in deepspeed_config itself as JSON",
+        path.display()
+    )]
+    Yaml { path: PathBuf },
     /// Several errors.
     #[error("{} settings are wrong{}", .0.len(), lines(.0))]
     Several(Vec<SettingsError>),

@@ -104,7 +104,6 @@ impl Tree {
         let Some(file) = &self.deepspeed else {
             return WrittenFor::Us;
         };
-        said.notes.extend(file.notes.iter().cloned());
         let shown = file.path.display().to_string();
         deepspeed::note_ignored(&file.ignored, &shown, Reader::Trainer, said);
         match file.for_trainer {
@@ -143,7 +142,7 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
     };
     let extension = path.extension().and_then(OsStr::to_str);
     if let Some("yml" | "yaml") = extension {
-        let message = "YAML is read for Accelerate's settings only (--deepspeed FILE); `trainer init MODEL DATA` writes a run file";
+        let message = "this is YAML: `trainer init MODEL DATA` writes a run file";
         return Err(syntax("TOML", message.into()));
     }
     let is_json = extension == Some("json");

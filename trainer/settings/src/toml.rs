@@ -42,7 +42,7 @@ pub struct ParamGroupToml {
 keys! {
     /// Configuration file, unchecked. `RunSettings` is the checked form.
     pub struct ConfigToml {
-        /// A DeepSpeed configuration or an Accelerate YAML file, whose values this file completes or replaces
+        /// A DeepSpeed configuration (JSON), whose values this file completes or replaces
         /// "auto" in.
         #[default("none")]
         #[example("\"ds_config.json\"")]

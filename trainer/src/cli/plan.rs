@@ -35,7 +35,7 @@ pub struct PlanArgs {
     /// The run file: TOML, or JSON if its name ends in .json.
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "deepspeed"], conflicts_with = "model")]
     file: Option<PathBuf>,
-    /// DeepSpeed configuration (JSON) or Accelerate configuration (YAML); the run file completes it.
+    /// DeepSpeed configuration (JSON); the run file completes it.
     #[arg(long, value_name = "ds_config.json", conflicts_with = "model")]
     deepspeed: Option<PathBuf>,
     /// Replace a setting. The value is TOML; other text is a string, unless it begins with [, {, " or '.

@@ -12,7 +12,7 @@ pub struct SourceArgs {
     /// other settings.
     #[arg(value_name = "RUN.toml", required_unless_present = "deepspeed")]
     file: Option<PathBuf>,
-    /// DeepSpeed configuration (JSON) or Accelerate configuration (YAML); the run file completes it.
+    /// DeepSpeed configuration (JSON); the run file completes it.
     #[arg(long, value_name = "ds_config.json")]
     deepspeed: Option<PathBuf>,
     /// Replace a setting of the files. The value is TOML; other text is a string, unless it begins with [, {,

@@ -1,13 +1,8 @@
-//! Reads a DeepSpeed configuration, or a configuration of Hugging Face Accelerate that contains one, into one
-//! tree with DeepSpeed's current names.
+//! Reads a DeepSpeed configuration into one tree with DeepSpeed's current names.
 //!
 //! ```text
-//!   ds_config.json ─────────────────────────────┐
-//!   accelerate.yaml ─▶ deepspeed_config_file ───┼─▶ no nulls ─▶ names of today ─▶ without what DeepSpeed ignores ─▶ tree
-//!                   └▶ deepspeed_config, inline ┘
+//!   ds_config.json ─▶ no nulls ─▶ names of today ─▶ without what DeepSpeed ignores ─▶ tree
 //! ```
-
-mod accelerate;
 
 use std::path::{Path, PathBuf};
 
@@ -20,29 +15,27 @@ use crate::{files, json, keys};
 /// DeepSpeed settings that were read from a file.
 #[derive(Debug)]
 pub(crate) struct DeepSpeedFile {
-    /// File that contains the settings: the given one, or the one named by an Accelerate configuration.
+    /// File that contains the settings.
     pub(crate) path: PathBuf,
     pub(crate) tree: Value,
     /// Keys that neither DeepSpeed nor this program reads.
     pub(crate) ignored: Vec<String>,
-    pub(crate) notes: Vec<String>,
     /// Whether Hugging Face's Trainer fills in a part of the file: some value is "auto".
     pub(crate) for_trainer: bool,
 }
 
-/// Reads the file at `path`: YAML if its extension says so, JSON otherwise.
+/// Reads the file at `path`.
 ///
 /// # Errors
-/// The file cannot be read or parsed, or is an Accelerate configuration without DeepSpeed.
+/// The file cannot be read or parsed, or is YAML.
 pub(crate) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let is_yaml = path
         .extension()
         .is_some_and(|extension| extension == "yaml" || extension == "yml");
-    let mut file = if is_yaml {
-        accelerate::read(path)?
-    } else {
-        DeepSpeedFile::new(path.to_owned(), parse(path)?)
-    };
+    if is_yaml {
+        return Err(SettingsError::Yaml { path: path.into() });
+    }
+    let mut file = DeepSpeedFile::new(path.to_owned(), parse(path)?);
     file.ignored
         .extend(simplify(&mut file.tree, Reader::Trainer));
     file.for_trainer = keys::auto::is_asked_for(&file.tree);
@@ -55,7 +48,6 @@ impl DeepSpeedFile {
             path,
             tree,
             ignored: Vec::new(),
-            notes: Vec::new(),
             for_trainer: false,
         }
     }

@@ -38,9 +38,6 @@ What both do with a file:
 - A key that is not in these tables is ignored and reported if DeepSpeed ignores it (at the top level and in some tables), and refused if DeepSpeed
   refuses it (in `zero_optimization`, the precisions, the monitors, `optimizer.params`, `scheduler.params`).
 
-The trainer's `--deepspeed` also accepts an Accelerate configuration (YAML). It reads the file that `deepspeed_config_file` names, or the inline settings
-in `deepspeed_config`, and `mixed_precision`.
-
 DeepSpeed features that this project does not plan to support: 1-bit Adam, LAMB, ZeRO++ quantization, compression, random-LTD, Windows; pipeline and
 tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Optimum).
 ";
