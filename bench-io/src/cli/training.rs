@@ -12,8 +12,8 @@ use crate::report::{About, DeviceReport, warnings};
 use crate::scale::Load;
 use crate::testdrives::RateLimit;
 use crate::training::{
-    self, Cluster, DeepSpeedStep, Given, NodesArgs, NodesReport, NodesRow, OtherMachine, Settings,
-    Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
+    self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
+    TrainingRow, TrialPlan,
 };
 use crate::trial::TrialFiles;
 use crate::units::Rate;
@@ -21,7 +21,6 @@ use crate::units::Rate;
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2GB/s --write 3.2GB/s
   bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # for another machine
-  bench-io training --model config.json --gpu-memory 80GiB --nodes 1,8,64 --gpus 8 --network 50GB/s   # computed for several nodes
   bench-io training RUN.toml --directory /mnt/nvme0 --directory /mnt/nvme1       # with what these drives do
   bench-io training --run RUN.toml --read 620MB/s --write 320MB/s --out target/training
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
@@ -66,8 +65,6 @@ pub(crate) struct TrainingArgs {
     tflops: Option<f64>,
     #[command(flatten)]
     machine: OtherMachine,
-    #[command(flatten)]
-    nodes: NodesArgs,
     /// With --model: tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
@@ -107,9 +104,6 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             tflops > 0.0 && tflops < 1e6,
             "--tflops {tflops}: must be more than 0"
         );
-    }
-    if !args.nodes.nodes.is_empty() {
-        return on_nodes(args);
     }
     let counts = counts(args)?;
     let trainer = Trainer::find(args.trainer.as_deref())?;
@@ -178,47 +172,6 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     outcome
 }
 
-/// Predicts a step on several nodes and prints the report.
-fn on_nodes(args: &TrainingArgs) -> Result<()> {
-    let drives = match args.drives.as_slice() {
-        [] => 4,
-        [drives @ 1..=64] => *drives,
-        _ => anyhow::bail!("--drives: with --nodes, one number from 1 to 64"),
-    };
-    let trainer = Trainer::find(args.trainer.as_deref())?;
-    let subject = subject(args)?;
-    let mut rows = Vec::new();
-    for &nodes in &args.nodes.nodes {
-        crate::stop::check()?;
-        let cluster = Cluster {
-            nodes,
-            gpus: args.nodes.gpus,
-            network: args.nodes.network,
-        };
-        let given = Given {
-            cluster: Some(cluster),
-            ..given(args, drives)
-        };
-        rows.push(NodesRow::new(cluster, trainer.plan(&subject, given)?));
-    }
-    let report = NodesReport {
-        about: About::new(settings(args), Vec::new(), Vec::new()),
-        rates: format!(
-            "given: {drives} drives in each node, {} read and {} written per drive, both at once; network {}",
-            args.read, args.write, args.nodes.network
-        ),
-        rows,
-    };
-    let outcome = report::print(&report, args.json);
-    if let Some(out) = &args.out {
-        let path = out.join("training.json");
-        std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
-        std::fs::write(&path, serde_json::to_string_pretty(&report)?)
-            .with_context(|| format!("writing {}", path.display()))?;
-    }
-    outcome
-}
-
 /// Given rates of `drives` drives.
 fn given(args: &TrainingArgs, drives: u32) -> Given {
     Given {
@@ -226,7 +179,6 @@ fn given(args: &TrainingArgs, drives: u32) -> Given {
         write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
         tflops: args.tflops,
         machine: args.machine,
-        cluster: None,
     }
 }
 

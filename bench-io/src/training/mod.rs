@@ -2,13 +2,12 @@
 //!
 //! ```text
 //!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
-//!                    ├─▶ `trainer plan`                                  predicted, also for several nodes (--nodes)
+//!                    ├─▶ `trainer plan`                                  predicted
 //!                    └─▶ `trainer train` on rate-limited drives (--run)         measured
 //! ```
 
 mod deepspeed;
 mod machine;
-mod nodes;
 pub(crate) mod picture;
 mod planner;
 mod trial;
@@ -24,7 +23,6 @@ use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
-pub(crate) use nodes::{Cluster, NodesArgs, NodesReport, NodesRow};
 pub(crate) use planner::{Given, Planned, Subject, Trainer};
 pub(crate) use trial::{Trial, TrialPlan, run};
 

@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::{Cluster, OtherMachine, PlannedMachine};
+use super::{OtherMachine, PlannedMachine};
 use crate::child;
 use crate::trial::Trial;
 
@@ -37,8 +37,6 @@ pub(crate) struct Given {
     pub(crate) write_bytes_per_s: f64,
     pub(crate) tflops: Option<f64>,
     pub(crate) machine: OtherMachine,
-    /// Several nodes, each with the rates and properties above.
-    pub(crate) cluster: Option<Cluster>,
 }
 
 impl Given {
@@ -50,7 +48,6 @@ impl Given {
             write_bytes_per_s,
             tflops,
             machine: OtherMachine::default(),
-            cluster: None,
         }
     }
 }
@@ -72,13 +69,8 @@ pub(crate) struct Planned {
     pub(crate) device_bytes: u64,
     /// Whether the run fits into the memory of the machine.
     pub(crate) fits: bool,
-    /// Host memory of a node.
+    /// Host memory of the node.
     pub(crate) host_bytes: f64,
-    /// Part of it for a copy of all parameters; 0 on one node, or if they are divided over all nodes.
-    pub(crate) node_copy_bytes: f64,
-    /// Bytes that a node sends to other nodes, and that it receives.
-    pub(crate) network_bytes: f64,
-    pub(crate) network_s: f64,
     pub(crate) machine: PlannedMachine,
 }
 
@@ -142,9 +134,6 @@ impl Trainer {
             command.args(["--tflops", &format!("{tflops:.9}")]);
         }
         command.args(given.machine.words());
-        if let Some(cluster) = given.cluster {
-            command.args(cluster.words());
-        }
         let output = command
             .output()
             .with_context(|| format!("starting {}", self.program.display()))?;
@@ -191,9 +180,6 @@ fn planned(plan: &Value) -> Result<Planned> {
             device_bytes: number(drives, "device_bytes")? as u64,
             fits: drives["fits"].as_bool().unwrap_or(true),
             host_bytes: number(drives, "host_bytes")?,
-            node_copy_bytes: number(drives, "node_copy_bytes")?,
-            network_bytes: number(drives, "network_bytes")?,
-            network_s: number(drives, "network_s")?,
             machine,
         });
     }
@@ -210,9 +196,6 @@ fn planned(plan: &Value) -> Result<Planned> {
         device_bytes: number(plan, "device_bytes")? as u64,
         fits: plan["fits"].as_bool().unwrap_or(true),
         host_bytes: number(&plan["host"], "node_bytes")?,
-        node_copy_bytes: number(&plan["host"], "node_copy_bytes")?,
-        network_bytes: number(step, "network_bytes")?,
-        network_s: number(bound, "network_s")?,
         machine,
     })
 }
@@ -224,17 +207,17 @@ mod tests {
     #[test]
     fn plans_of_runs_and_of_models_are_read_alike() {
         let run = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0, "node_copy_bytes": 40},
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0},
             "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
-            "step": {"read_bytes": 1400, "written_bytes": 1200, "network_bytes": 600},
-            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0, "network_s": 0.3},
+            "step": {"read_bytes": 1400, "written_bytes": 1200},
+            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
         });
         let model = serde_json::json!({
             "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2,
             "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "places": [
                 {"place": "host", "step_s": 1.0},
-                {"place": "drives", "step_s": 2.0, "compute_s": 1.5, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "node_copy_bytes": 40, "network_bytes": 600, "network_s": 0.3, "wall": "device writes"},
+                {"place": "drives", "step_s": 2.0, "compute_s": 1.5, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "wall": "device writes"},
             ],
         });
         let (run, model) = (planned(&run).unwrap(), planned(&model).unwrap());

@@ -70,7 +70,6 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         write_bytes_per_s: plan.limit.write as f64 * count,
         tflops: None,
         machine: OtherMachine::default(),
-        cluster: None,
     };
     // The plan does not need existing directories.
     let dirs: Vec<PathBuf> = (0..plan.drives * plan.loop_devices)

@@ -130,36 +130,6 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
 }
 
 #[test]
-fn several_nodes_divide_state_and_send_four_bytes_for_each_parameter_or_six_without_copies() {
-    if trainer().is_none() {
-        return;
-    }
-    let dir = drive();
-    let file = run_file(dir.path());
-    for (shard, sends) in [("auto", 2.0..2.4), ("all", 3.0..3.5)] {
-        let report = json(&[
-            "training",
-            &file,
-            "--set",
-            &format!("offload.shard={shard}"),
-            "--tflops=0.05",
-            "--nodes=1,2",
-            "--network=1GB/s",
-            "--json",
-        ]);
-        let number = |row: usize, name: &str| report["rows"][row]["ours"][name].as_f64().unwrap();
-        assert_eq!(number(0, "network_bytes"), 0.0);
-        assert_eq!(number(0, "node_copy_bytes"), 0.0);
-        assert_eq!(number(1, "node_copy_bytes") > 0.0, shard == "auto");
-        let sent = number(1, "network_bytes") / number(1, "parameters");
-        assert!(sends.contains(&sent), "{report}");
-        assert_eq!(number(1, "tokens"), 2.0 * number(0, "tokens"));
-        let written = number(1, "written_bytes") / number(0, "written_bytes");
-        assert!((0.5..0.6).contains(&written), "{report}");
-    }
-}
-
-#[test]
 fn another_machines_memory_and_cores_are_planned_for_and_named() {
     if trainer().is_none() {
         return;
