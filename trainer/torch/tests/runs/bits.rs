@@ -8,7 +8,7 @@
 //! state. Staging is smaller than the tiles, so that what is written is read again.
 //!
 //! A push tries bf16 with one micro-batch, and fp32 with a tied head and three, at fewer places;
-//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs bits` tries every place with each.
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer-torch --test runs bits` tries every place with each.
 
 use crate::daemon::Daemon;
 use crate::harness::{Harness, Run, all_cases};

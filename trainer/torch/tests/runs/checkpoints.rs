@@ -5,7 +5,7 @@
 //! another device read other bits; a kill leaves an incomplete checkpoint that is accepted; a full drive ends
 //! the training or is not reported; old checkpoints are kept, or new ones removed.
 //!
-//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs checkpoints` makes more kills, and tries other ranks from memory too.
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer-torch --test runs checkpoints` makes more kills, and tries other ranks from memory too.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};

@@ -4,7 +4,7 @@
 //! was away brings back steps that were given up; a checkpoint of one node only, or a damaged one, is taken for that of all.
 //!
 //! A machine is a mount namespace in which the runs and a drive are directories of its own, so these tests need root.
-//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs each_node` also loses nodes with the state at the other place, and kills at
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer-torch --test runs each_node` also loses nodes with the state at the other place, and kills at
 //! more points.
 
 use std::collections::BTreeMap;

@@ -3,7 +3,7 @@
 //! Errors that these tests find: a group's gradients are lost or added twice, weights of an earlier step or of another unit
 //! are used in a later group, random numbers or the weight of a micro-batch depend on its group.
 //!
-//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer --test runs groups` tries every size of group.
+//! `OFFLOADD_ALL_CASES=1 cargo test -p trainer-torch --test runs groups` tries every size of group.
 
 use crate::harness::{Harness, Run, all_cases, succeed, text};
 
