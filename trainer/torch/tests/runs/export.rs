@@ -91,8 +91,8 @@ fn a_run_is_not_exported_while_it_trains() {
     let harness = Harness::new();
     let run = moving_run(&harness, "run", &fixture("llama")).with(&["train.steps=100000"]);
     let metrics = run.dir.join("metrics.jsonl");
-    let mut child = until(spawn(run.command("train")), "it started training", || {
-        metrics.exists()
+    let mut child = until(spawn(run.command("train")), "it made a step", || {
+        std::fs::read_to_string(&metrics).is_ok_and(|lines| lines.ends_with('\n'))
     });
     let text = export_refused(&run, &harness.path("out"), &[]);
     child.kill().expect("killed");
