@@ -1,7 +1,7 @@
 //! The processes of a run: which one this is, where they meet, and which of them is gone.
 //!
 //! ```text
-//!   environment ──▶ world.rs (torchrun, Open MPI; slurm.rs) ──▶ World       who am I
+//!   environment ──▶ starter.rs (torchrun, Open MPI; slurm.rs) ▶ World       who am I
 //!               └─▶ rendezvous.rs, job_token.rs ──────────────▶ Rendezvous  where we meet, and who may come
 //!                                            heartbeat/ ──────▶ Heartbeat   who is gone
 //! ```
@@ -15,6 +15,7 @@ mod heartbeat;
 mod job_token;
 mod rendezvous;
 mod slurm;
+mod starter;
 mod timeouts;
 mod world;
 

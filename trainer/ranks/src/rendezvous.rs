@@ -4,7 +4,8 @@ use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 
 use super::job_token::JobToken;
-use super::world::{Started, lossy, number};
+use super::starter::Started;
+use super::world::{lossy, number};
 use super::{CollectiveError, World};
 
 /// Variable with the directory in which the ranks of one node meet. `trainer launch` creates it, readable by its user

@@ -3,7 +3,6 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::make::{are_whole, ensure};
 use super::read::{Found, Kind, find, first};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
@@ -53,7 +52,7 @@ impl Part {
 
     /// Returns whether the last tokens are reserved for evaluation, instead of whole documents.
     pub(super) fn by_tail(&self) -> bool {
-        are_whole(&self.found)
+        self.found.are_whole()
     }
 }
 
@@ -107,7 +106,7 @@ impl Corpus {
         }
         let found = find(&settings.files, "data.files")?;
         let repeated = settings.files.iter().any(|file| file.weight > 1.0);
-        if repeated && settings.validation_fraction.get() > 0.0 && are_whole(&found) {
+        if repeated && settings.validation_fraction.get() > 0.0 && found.are_whole() {
             return Err(DataError::Setting {
                 key: "data.validation_fraction",
                 message: "cannot reserve the end of text that is used several times (weight): name other files in data.eval_files".into(),
@@ -229,24 +228,6 @@ impl Corpus {
         Data::open(self, &dir(settings), settings.train.seed)
     }
 
-    /// Like [`Corpus::prepare`], in `dir`. An `owned` directory contains nothing else: token files of earlier
-    /// settings are removed.
-    pub(super) fn prepare_in(
-        &self,
-        dir: &Path,
-        owned: bool,
-        threads: usize,
-        say: &mut dyn FnMut(String),
-    ) -> Result<(), DataError> {
-        for part in self.parts() {
-            ensure(self, part, dir, threads, say)?;
-        }
-        if owned {
-            self.remove_others(dir);
-        }
-        Ok(())
-    }
-
     /// Returns a fingerprint that changes whenever the tokens would.
     pub fn fingerprint(&self) -> u64 {
         let mut print = Fingerprint::default();
@@ -322,7 +303,7 @@ impl Corpus {
         print.finish()
     }
 
-    fn remove_others(&self, dir: &Path) {
+    pub(super) fn remove_others(&self, dir: &Path) {
         let ours: Vec<PathBuf> = self.parts().map(|part| part.path(dir)).collect();
         // Failures are ignored: a file that stays only costs space.
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {

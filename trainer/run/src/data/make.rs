@@ -25,8 +25,28 @@ struct Whole {
     held: bool,
 }
 
+impl Corpus {
+    /// Like [`Corpus::prepare`], in `dir`. An `owned` directory contains nothing else: token files of earlier
+    /// settings are removed.
+    pub(super) fn prepare_in(
+        &self,
+        dir: &std::path::Path,
+        owned: bool,
+        threads: usize,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(), DataError> {
+        for part in self.parts() {
+            ensure(self, part, dir, threads, say)?;
+        }
+        if owned {
+            self.remove_others(dir);
+        }
+        Ok(())
+    }
+}
+
 /// Makes sure that the token file of `part` is in `dir` and undamaged; creates it if necessary.
-pub(super) fn ensure(
+fn ensure(
     corpus: &Corpus,
     part: &Part,
     dir: &std::path::Path,
@@ -358,13 +378,6 @@ fn copies(index: u64, weight: f64) -> u64 {
 fn is_held_out(index: u64, share: f64) -> bool {
     let upto = |count: u64| (count as f64 * share).floor();
     upto(index + 1) > upto(index)
-}
-
-/// Returns whether all files are single documents. The last tokens are then reserved for evaluation, since
-/// there may be only one file.
-pub(super) fn are_whole(found: &read::Found) -> bool {
-    let mut sources = found.sources.iter();
-    sources.all(|source| source.format.is_one_document())
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::site::{PROBE_WAIT_SEPARATE, seen};
+use super::probe::{PROBE_WAIT_SEPARATE, seen};
 use super::{RunError, Start};
 use crate::config::RunSettings;
 use offload_support::outln;

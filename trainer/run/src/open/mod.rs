@@ -8,6 +8,7 @@ mod error;
 mod first;
 mod moved;
 mod opening;
+mod probe;
 mod repair;
 mod run;
 mod shared;

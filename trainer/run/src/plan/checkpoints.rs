@@ -5,7 +5,7 @@ use std::fmt;
 use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
-use super::text::{Of, Seconds};
+use super::figures::{Of, Seconds};
 use super::{Figure, Plan};
 use crate::config::{Durability, Interval, RunSettings, TrainSettings};
 use training_state::checkpoint_tap::BUFFERS;

@@ -4,7 +4,7 @@
 use offload_support::units::ApproxBytes;
 use swapper::{Staging, StepRates};
 
-use super::text::Seconds;
+use super::figures::Seconds;
 use super::{GpuHardware, Hardware, Plan, PlanError, Source};
 use crate::computation::{ActivationCheckpointing, AttentionKernel, can_keep, cudnn_refusal};
 use crate::config::{

@@ -14,6 +14,7 @@ mod advice;
 mod amount;
 mod checkpoints;
 mod choices;
+mod figures;
 mod hardware;
 mod memory;
 #[cfg(test)]

@@ -3,10 +3,10 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use super::figures::{Digits, Seconds};
 use super::outlook::Count;
 use super::places::{Place, PlaceReport};
 use super::question::{Length, Question, read_model};
-use super::text::{Digits, Seconds};
 use super::{Hardware, Overrides, Plan};
 use crate::accelerator::without_torch;
 use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};

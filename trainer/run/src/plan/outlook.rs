@@ -6,7 +6,7 @@ use offload_support::units::Counted;
 use serde::Serialize;
 
 use super::Plan;
-use super::text::Digits;
+use super::figures::Digits;
 
 const DAY_S: f64 = 86400.0;
 

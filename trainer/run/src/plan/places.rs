@@ -5,8 +5,8 @@ use std::fmt;
 use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
+use super::figures::{Digits, Seconds};
 use super::outlook::Span;
-use super::text::{Digits, Seconds};
 use super::{Hardware, Outlook, Plan};
 use crate::config::{
     Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage, Tier,

@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::ending::{ending, is_gzip};
 use super::open::open;
 use super::{Format, Source, first};
 use crate::config::DataFile;
@@ -28,6 +29,13 @@ pub(in crate::data) struct Found {
 }
 
 impl Found {
+    /// Returns whether all files are single documents. The last tokens are then reserved for evaluation, since
+    /// there may be only one file.
+    pub(in crate::data) fn are_whole(&self) -> bool {
+        let mut sources = self.sources.iter();
+        sources.all(|source| source.format.is_one_document())
+    }
+
     /// Files of entry number `entry`.
     pub(in crate::data) fn of(&self, entry: usize) -> impl Iterator<Item = &Source> {
         let sources = self.sources.iter();
@@ -251,28 +259,6 @@ fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
         ],
         identity: (metadata.dev(), metadata.ino()),
     }
-}
-
-/// Returns whether a file is text or records compressed with gzip, which are read directly.
-pub(super) fn is_gzip(path: &Path) -> bool {
-    last_ending(path) == "gz"
-        && path.file_stem().is_some_and(|packed| {
-            let ending = last_ending(Path::new(packed));
-            ["jsonl", "json", "csv", "tsv", "txt"].contains(&ending.as_str())
-        })
-}
-
-/// Returns the ending that tells a file's format: in lower case, without `.gz` if the file is read directly.
-pub(super) fn ending(path: &Path) -> String {
-    match path.file_stem() {
-        Some(packed) if is_gzip(path) => last_ending(Path::new(packed)),
-        _ => last_ending(path),
-    }
-}
-
-fn last_ending(path: &Path) -> String {
-    let ending = path.extension().unwrap_or_default();
-    ending.to_string_lossy().to_ascii_lowercase()
 }
 
 fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataError> {

@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::io::{BufReader, Read};
 
-use super::files::ending;
+use super::ending::ending;
 use super::plain::PIECE_BYTES;
 use super::record::Document;
 use super::{Piece, Place, Source, Taken};

@@ -9,6 +9,7 @@
 //! that is compressed.
 
 mod array;
+mod ending;
 mod files;
 mod ids;
 mod lines;

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use flate2::read::MultiGzDecoder;
 
 use super::Source;
-use super::files::is_gzip;
+use super::ending::is_gzip;
 
 /// The text of a file, and the bytes read from the file so far, which are fewer than those of the text if it is
 /// compressed.

@@ -2,7 +2,7 @@
 
 use chat_template::Value;
 
-use super::files::ending;
+use super::ending::ending;
 use super::open::open;
 use super::record::{COLUMNS, no_columns};
 use super::{Source, Taken};
