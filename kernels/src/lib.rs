@@ -20,6 +20,7 @@ pub mod attention;
 pub mod cast;
 #[allow(unsafe_code)]
 pub mod gpu;
+mod grad_type;
 mod instruction_set;
 pub mod number;
 pub mod reduce;

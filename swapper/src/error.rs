@@ -3,7 +3,7 @@
 
 use offload_client::{ClientError, FaultKind};
 
-use crate::schedule::Op;
+use crate::op::Op;
 
 /// A refusal or failure of the swapper.
 #[derive(Debug, thiserror::Error)]

@@ -6,7 +6,7 @@ use offload_client::{Generation, Slot};
 
 use crate::core::Request;
 use crate::layout::Kind;
-use crate::schedule::Op;
+use crate::op::Op;
 use crate::span::Spans;
 use crate::{StepIo, SwapperError};
 

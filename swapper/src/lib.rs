@@ -28,10 +28,13 @@ pub mod bound;
 pub mod core;
 mod driver;
 mod error;
+mod inbox;
 mod layout;
 mod lease;
 mod nodes;
+mod op;
 mod open;
+mod optimizer;
 mod owner;
 pub mod schedule;
 mod settings;
@@ -52,11 +55,13 @@ pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
     IODEPTH_MIN, TileError, private,
 };
+pub use op::Op;
 pub use open::job_layout;
-pub use schedule::{Op, Schedule, StepProgram};
+pub use optimizer::Optimizer;
+pub use schedule::{Schedule, StepProgram};
 pub use settings::{
     Backing, DeviceRates, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo, StoreSettings,
     SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
-pub use swapper::{Canceller, Optimizer, Part, PartMut, Swapper, TileVisitor, UninitTile};
+pub use swapper::{Canceller, Part, PartMut, Swapper, TileVisitor, UninitTile};

@@ -1,50 +1,19 @@
 //! The owner thread's handle: how messages reach it, how it starts and how it ends.
 
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-
-use offload_client::Waker;
 
 use crate::SwapperError;
 use crate::backing::Arena;
 use crate::driver::Driver;
+use crate::inbox::Inbox;
 use crate::layout::Layout;
 use crate::lease::{Message, Reply};
 use crate::nodes::Confirmer;
+use crate::optimizer::Optimizer;
 use crate::settings::{Backing, Opened, SwapperSettings};
-use crate::swapper::Optimizer;
 use crate::worker;
-
-/// Sending end of the owner's queue. The queue is bounded by the slots lent: each comes back once.
-#[derive(Debug)]
-pub(crate) struct Inbox<H> {
-    sender: Sender<Message<H>>,
-    waker: Option<Waker>,
-}
-
-impl<H> Clone for Inbox<H> {
-    fn clone(&self) -> Self {
-        Self {
-            sender: self.sender.clone(),
-            waker: self.waker.clone(),
-        }
-    }
-}
-
-/// The owner thread has ended.
-#[derive(Debug)]
-pub(crate) struct Gone;
-
-impl<H> Inbox<H> {
-    pub(crate) fn send(&self, message: Message<H>) -> Result<(), Gone> {
-        self.sender.send(message).map_err(|_| Gone)?;
-        if let Some(waker) = &self.waker {
-            waker.wake();
-        }
-        Ok(())
-    }
-}
 
 /// The owner thread's handle. Dropping it ends the thread without ending the session in order, like a crash.
 #[derive(Debug)]
@@ -69,7 +38,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
             Arena::Memory(_) => None,
             Arena::Session(session) => Some(session.waker()),
         };
-        let inbox = Inbox { sender, waker };
+        let inbox = Inbox::new(sender, waker);
         let from_driver = Arc::new(Mutex::new(from_driver));
         let workers: Vec<JoinHandle<()>> = optimizers
             .into_iter()

@@ -14,45 +14,16 @@ use std::time::Duration;
 use offload_client::Slot;
 
 use crate::core::Request;
+use crate::inbox::Inbox;
 use crate::layout::{Kind, Layout, TileRange};
 use crate::lease::{Message, Reply};
-use crate::owner::{Inbox, Owner};
-use crate::schedule::{self, Op, Schedule, StepProgram};
+use crate::op::Op;
+use crate::optimizer::Optimizer;
+use crate::owner::Owner;
+use crate::schedule::{self, Schedule, StepProgram};
 use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::Spans;
 use crate::{SwapperError, open};
-
-/// Updates one tile. Runs on a thread of its own, tiles in the program's order, and must be deterministic.
-///
-/// `param` and `state` are updated in place, `grad` is read; `hyper` is the argument of `finish_step`. Slices start at
-/// multiples of 4096 bytes. A closure with the same arguments is an optimizer too.
-pub trait Optimizer<H>: Send {
-    /// Updates the tile of `range`.
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        hyper: &H,
-    );
-}
-
-impl<H, F> Optimizer<H> for F
-where
-    F: FnMut(&TileRange, &mut [u8], &mut [u8], &[u8], &H) + Send,
-{
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        hyper: &H,
-    ) {
-        self(range, param, state, grad, hyper);
-    }
-}
 
 /// Ends a swapper's waiting calls, from any thread.
 #[derive(Clone)]

@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use test_hooks::kill_point::{Point, reach};
 
+use crate::inbox::Inbox;
 use crate::layout::{Kind, Layout};
 use crate::lease::{Message, UpdateJob};
-use crate::owner::Inbox;
-use crate::swapper::Optimizer;
+use crate::optimizer::Optimizer;
 
 /// Updates tiles in queue order until the owner ends or an update panics.
 pub(crate) fn run<H>(

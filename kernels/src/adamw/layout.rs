@@ -12,8 +12,8 @@
 use std::ops::Range;
 
 use crate::cast::{view, view_mut};
+use crate::grad_type::GradType;
 use crate::number;
-use crate::reduce::GradType;
 
 /// Alignment of each plane: a cache line and the widest vector.
 pub(crate) const PLANE_ALIGN_BYTES: usize = 64;

@@ -36,8 +36,8 @@ use rounding::RandomBits;
 use scalar::Scalars;
 
 use crate::cast::{view, view_mut};
+use crate::grad_type::GradType;
 use crate::number;
-use crate::reduce::GradType;
 
 pub use crate::InstructionSet;
 pub use layout::{

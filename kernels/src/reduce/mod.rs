@@ -12,8 +12,8 @@ mod scalar;
 use rayon::prelude::*;
 
 use crate::InstructionSet;
-use crate::adamw::Master;
 use crate::cast::{view, view_mut};
+pub use crate::grad_type::GradType;
 
 /// Elements whose squares are added in one tree of lanes. Part of the norm's definition: another value gives other
 /// bits.
@@ -21,36 +21,6 @@ pub(crate) const CHUNK_ELEMS: usize = 4096;
 
 /// Elements that one thread takes at a time in the elementwise functions: 128 KB of fp32.
 const PIECE_ELEMS: usize = 16 * 1024;
-
-/// Storage type of a gradient.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GradType {
-    /// Two bytes: the upper half of an fp32.
-    Bf16,
-    /// Two bytes: IEEE 754 binary16.
-    Fp16,
-    /// Four bytes.
-    Fp32,
-}
-
-impl GradType {
-    /// Storage type of gradients for a kind of master.
-    pub fn of(master: Master) -> Self {
-        match master {
-            Master::SplitBf16 => Self::Bf16,
-            Master::Fp32 => Self::Fp32,
-            Master::Fp16WholeMaster => Self::Fp16,
-        }
-    }
-
-    /// Bytes of one element.
-    pub fn elem_bytes(self) -> usize {
-        match self {
-            Self::Bf16 | Self::Fp16 => 2,
-            Self::Fp32 => 4,
-        }
-    }
-}
 
 /// A slice of stored gradients, typed.
 #[derive(Clone, Copy)]

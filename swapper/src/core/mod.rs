@@ -39,7 +39,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 pub use crate::layout::Kind;
-pub use crate::schedule::Op;
+pub use crate::op::Op;
 pub use events::{Action, CoreSettings, Event, Request, SlotNumber, TileId};
 
 use plan::{NEVER, Plan, UseKind};

@@ -7,7 +7,7 @@ use super::{INTERRUPT_STEP, Interrupt, Swapper};
 use crate::SwapperError;
 use crate::core::Request;
 use crate::lease::{Lease, Message, Reply};
-use crate::schedule::Op;
+use crate::op::Op;
 use crate::settings::StepIo;
 use crate::span::{Span, SpanKind};
 

@@ -56,7 +56,7 @@ impl Sums {
         Ok(Self {
             gpu: gpu.clone(),
             compute: gpu.default_stream(),
-            grad_type: GradType::of(master),
+            grad_type: master.grad_type(),
             squares: gpu.alloc(units * SQUARES_BYTES)?,
             scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
             units,

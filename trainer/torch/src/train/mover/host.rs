@@ -99,7 +99,7 @@ impl HostBuffers {
         Ok(Self {
             elem_bytes,
             copies: (0..copied).map(kept).collect::<Result<_, _>>()?,
-            grad_type: GradType::of(master),
+            grad_type: master.grad_type(),
             head,
             embedding: new_weights(EMBEDDING)?,
             blocks: (0..block_buffers)
