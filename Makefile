@@ -106,6 +106,7 @@ check: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	.ci/cycles.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	OFFLOADD_SEEDS=$(CHECK_SEEDS) SWAPPER_SEEDS=$(CHECK_SEEDS) $(CARGO) test -j$(JOBS) --workspace --lib --bins --test simulation
 
@@ -113,6 +114,7 @@ test: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	.ci/cycles.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q

@@ -11,6 +11,7 @@ import tempfile
 import unittest
 import unittest.mock
 
+import cycles
 import licenses
 import links
 import words
@@ -247,6 +248,36 @@ class Words(unittest.TestCase):
     def test_code_that_nobody_reads_is_not_searched(self):
         source = 'let lookout = \'"\'; // "lookout"\n\n#[cfg(test)]\nmod tests {\n    const A: &str = "lookout";\n}\n'
         self.assertEqual(self.faults({"README.md": "", "a/src/b.rs": source, "a/src/b/tests.rs": '"lookout"'}), [])
+
+
+class Cycles(unittest.TestCase):
+    CRATE = {
+        "a/Cargo.toml": "",
+        "a/src/lib.rs": "mod b;\nmod c;\nmod d;\n",
+        "a/src/b.rs": "use crate::{d, c::{self, One}};\n",
+        "a/src/c/mod.rs": "mod inner;\nuse inner::Two;\n",
+        "a/src/c/inner.rs": "fn f() { crate::b::g() } // use super::d::X;\n",
+        "a/src/d.rs": "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::b::G;\n}\n",
+    }
+
+    def faults(self, known, **files):
+        with tempfile.TemporaryDirectory() as root:
+            for name, text in (self.CRATE | files).items():
+                path = pathlib.Path(root) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return cycles.faults(pathlib.Path(root), known)
+
+    def test_files_in_one_direction_are_no_circle(self):
+        self.assertEqual(self.faults({}), [])
+
+    def test_files_that_import_each_other_in_turn_are_named(self):
+        back = {"a/src/d.rs": "use super::c::inner;\n", "a/src/c/inner.rs": "use super::super::b;\n"}
+        self.assertEqual(self.faults({}, **back), ["a: these files import each other in turn: b, c::inner, d"])
+        self.assertEqual(self.faults({"a": [{"b", "c::inner", "d"}]}, **back), [])
+
+    def test_a_circle_that_is_gone_leaves_the_list(self):
+        self.assertEqual(self.faults({"a": [{"b", "d"}]}), ["a: no longer a circle, take it out of KNOWN: b, d"])
 
 
 class Readme(unittest.TestCase):
