@@ -13,9 +13,12 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     wheels = pathlib.Path(wheel_directory).absolute()
     before = set(wheels.glob("*.whl"))
     make = ["make", "-C", str(ROOT), "wheel", f"PYTHON={sys.executable}", f"WHEELS={wheels}"]
+    # In pip's build environment `python3` imports no torch. make fetches what the programs are linked with; they start with the
+    # libraries of the torch that is installed beside the package.
+    environment = {name: value for name, value in os.environ.items() if name != "LIBTORCH_USE_PYTORCH"}
     # pip shows standard output only if the build fails.
     try:
-        ended = subprocess.run(make, env={**os.environ, "MAKEFLAGS": ""}).returncode
+        ended = subprocess.run(make, env={**environment, "MAKEFLAGS": ""}).returncode
     except FileNotFoundError:
         sys.exit("building offloadd needs make, a C++ compiler and Rust (https://rustup.rs): make was not found")
     if ended != 0:

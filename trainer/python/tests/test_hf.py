@@ -3,6 +3,7 @@ in the middle of an evaluation that changes no bit."""
 
 import functools
 import json
+import pickle
 import types
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
 
+import transformers  # noqa: E402
+
 import forks  # noqa: E402
+import offloadd.hf  # noqa: E402
 from offloadd._state import random_state  # noqa: E402
 from offloadd.hf import write_random_state  # noqa: E402
 from test_entry_points import below_offloadd_run  # noqa: E402
@@ -132,3 +136,39 @@ def test_random_numbers_of_gpus_are_written_as_the_trainer_reads_them(tmp_path, 
     set_rng_state_for_device("CUDA", types.SimpleNamespace(random=setter), written, mode == "DISTRIBUTED")
     assert sorted(found) == ([0, 1] if mode == "DISTRIBUTED" else [1])
     assert all(torch.equal(state, of_gpus[index]) for index, state in found.items())
+
+
+def tiny():
+    sizes = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, vocab_size=31, max_position_embeddings=16)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+
+
+def test_a_trainer_with_arguments_that_keep_its_model_in_place_does_not_move_it(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
+    args = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[])
+    transformers.Trainer(tiny(), args)
+    assert len(moved) == 1
+    kept = offloadd.hf.keep_in_place(args)
+    assert isinstance(kept, transformers.TrainingArguments) and kept.to_dict() == args.to_dict()
+    transformers.Trainer(tiny(), kept)
+    assert len(moved) == 1
+    assert type(pickle.loads(pickle.dumps(kept))) is transformers.TrainingArguments, "checkpoints are read without this library"
+
+
+def test_trl_loads_a_model_that_is_given_by_its_name_into_host_memory(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed: make test-tools")
+    kept = offloadd.hf.keep_in_place(trl.SFTConfig(tmp_path, use_cpu=True, report_to=[], model_init_kwargs={"dtype": "bfloat16"}))
+    assert kept.model_init_kwargs == {"device_map": None, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("own, expected", [({}, "cuda:0"), ({"compute_device": "cpu"}, "cpu")])
+def test_an_attached_model_computes_where_the_trainer_brings_its_batches(tmp_path, monkeypatch, own, expected):
+    args = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(tiny(), offloadd.hf.keep_in_place(args))
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda", 0))
+    found = []
+    monkeypatch.setattr(offloadd.hf, "prepare", lambda model, optimizer, settings, **more: found.append(settings) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        offloadd.hf.attach(trainer, config("cpu", tmp_path, **own))
+    assert found[0].compute_device == expected and found[0].micro_batches == 1

@@ -18,6 +18,7 @@ ROOT = HERE.parents[2]
 sys.path.append(str(HERE.parent))
 
 import wheel_tag  # noqa: E402
+from build_backend import whole_wheel  # noqa: E402
 
 
 def stub_of(path):
@@ -106,6 +107,21 @@ def test_a_program_that_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(_program, "BIN", tmp_path)
     with pytest.raises(SystemExit, match=f"offloadd: {tmp_path}/offloadd cannot be started: No such file"):
         _program.offloadd()
+
+
+def test_pip_builds_the_wheel_without_a_torch_in_its_environment(tmp_path, monkeypatch):
+    make = tmp_path / "bin" / "make"
+    make.parent.mkdir()
+    make.write_text("#!/bin/sh\nfor given; do case $given in WHEELS=*) env > ${given#WHEELS=}/built.whl;; esac; done\n")
+    make.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{make.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("LIBTORCH_USE_PYTORCH", "1")
+    monkeypatch.setenv("LIBTORCH", "/elsewhere/torch")
+    (tmp_path / "wheels").mkdir()
+    assert whole_wheel.build_wheel(tmp_path / "wheels") == "built.whl"
+    environment = (tmp_path / "wheels" / "built.whl").read_text().splitlines()
+    assert "LIBTORCH=/elsewhere/torch" in environment
+    assert not any(line.startswith("LIBTORCH_USE_PYTORCH") for line in environment), "pip's environment has no torch to import"
 
 
 @pytest.mark.parametrize(

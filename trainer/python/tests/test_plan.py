@@ -89,6 +89,53 @@ def test_the_command_plans_a_model_by_its_size(tmp_path, capsys):
     assert "devices   nothing" in capsys.readouterr().out
 
 
+def test_the_command_says_that_host_memory_is_too_small_and_fails(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("cpu", tmp_path), "bf16": {"enabled": True}}))
+    assert main(["plan", str(path), "--params", "1e12"]) == 1
+    told = capsys.readouterr()
+    assert "warning   tiles take " in told.out
+    assert "the run does not fit: tiles take " in told.err and 'set zero_optimization.offload_param.device = "nvme"' in told.err
+
+
+def test_the_command_plans_few_trained_parameters_beside_a_frozen_model(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))
+
+    def planned(*more):
+        assert main(["plan", str(path), "--params", "6e8", *more]) == 0
+        return capsys.readouterr().out
+
+    def gib(text, line):
+        return float(next(one for one in text.splitlines() if one.startswith(line)).split(" GiB")[0].split()[-1])
+
+    few = planned("--trainable", "4.8e6")
+    assert "model     604.80 M parameters (bfloat16) in 48 units" in few
+    # Two copies of weights and state of what is trained, one of the weights of what is not.
+    assert gib(planned(), "devices ") > 24 * 6e8 / 2**30 > 8
+    assert 2 * 6e8 / 2**30 < gib(few, "devices ") < 2 * 6e8 / 2**30 + 0.3
+    assert main(["plan", str(path), "--params", "1e6", "--trainable", "3"]) == 1
+    assert "--trainable 3: each of the model's 24 blocks trains a parameter at least" in capsys.readouterr().err
+
+
+def test_the_command_leaves_the_schedules_end_to_the_trainer(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    path.write_text(json.dumps({**config("cpu", tmp_path), "scheduler": schedule}))
+    assert main(["plan", str(path), "--params", "1e6"]) == 0
+    model = model_of()
+    optimizer = optimizer_of(model)
+    with offloadd.prepare(model, optimizer, path, run_dir=tmp_path / "run"):
+        train(model, optimizer, batches(1))
+    with pytest.raises(offloadd.Error, match="scheduler.params.total_num_steps is missing"):
+        offloadd.initialize(model=model_of(), config=path, run_dir=tmp_path / "other")
+    del schedule["params"]["total_num_steps"]
+    path.write_text(json.dumps({**config("cpu", tmp_path), "scheduler": schedule}))
+    capsys.readouterr()
+    assert main(["plan", str(path), "--params", "1e6"]) == 1
+    assert "scheduler.params.total_num_steps is missing" in capsys.readouterr().err
+
+
 def test_the_command_plans_a_model_by_its_name_without_loading_it(tmp_path, capsys):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
     sizes = dict(n_embd=32, n_layer=3, n_head=2, vocab_size=97, n_positions=16)

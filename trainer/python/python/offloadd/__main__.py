@@ -14,14 +14,14 @@ from ._config import settings_of
 from ._errors import Error
 from ._plan import Plan
 from ._run_dir import delete
-from ._units import units_of
+from ._units import blocks_of, units_of
 
 # Blocks of a model of which only the number of parameters is known.
 _BLOCKS = 24
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
-    """Runs the command and returns its exit status: 1 for a run that cannot start, 2 for wrong arguments."""
+    """Runs the command and returns its exit status: 1 for a run that does not fit or cannot start, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog="python -m offloadd")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="print what a run takes: memory, device files, bytes and seconds of a step")
@@ -29,6 +29,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
     model.add_argument("--params", type=float, help="number of parameters, such as 7e9")
+    plan.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it, such as those of LoRA")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -39,7 +40,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         if given.command == "delete":
             return delete(given.run_dir.absolute(), given.yes)
-        print(_plan(given))
+        plan = _plan(given)
+        print(plan)
+        if plan.warnings:
+            raise Error(f"the run does not fit: {plan.warnings[0]}")
     except Error as error:
         print(f"offloadd: {error}", file=sys.stderr)
         return 1
@@ -50,9 +54,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def _plan(given: argparse.Namespace) -> Plan:
-    settings = settings_of(given.config)
+    settings = settings_of(given.config, schedules=False)
     with torch.device("meta"):
         model = _by_name(given.model) if given.model else _by_size(int(given.params), given.units)
+        if given.trainable is not None:
+            _freeze(model, int(given.trainable), settings.units or None)
     model.to(getattr(torch, given.dtype or settings.precision or "float32"))
     units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients)
     plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
@@ -60,6 +66,16 @@ def _plan(given: argparse.Namespace) -> Plan:
         print(plan)
     plan.check()
     return plan
+
+
+def _freeze(model: nn.Module, trainable: int, wanted: Optional[Sequence]) -> None:
+    """Freezes the model, and gives its blocks `trainable` parameters together."""
+    model.requires_grad_(False)
+    blocks = [module for _, module in blocks_of(model, wanted)] or [model]
+    if trainable < len(blocks):
+        raise Error(f"--trainable {trainable}: each of the model's {len(blocks)} blocks trains a parameter at least")
+    for block in blocks:
+        block.register_parameter("trained_beside", nn.Parameter(torch.empty(trainable // len(blocks))))
 
 
 def _by_name(name: str) -> nn.Module:

@@ -92,8 +92,11 @@ def read(config: Config) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else json.loads(_offloadd.read_json(Path(config)))
 
 
-def settings_of(config: Config, gradient_clipping: float = 0.0) -> Settings:
-    """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks for something unsupported."""
+def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool = True) -> Settings:
+    """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks for something unsupported.
+
+    Without `schedules`, the learning rate is the script's: a schedule whose end the Trainer fills in ("auto") is not read.
+    """
     if isinstance(config, Settings):
         return config
     default_dir, name = Path(_RUN_DIR).absolute(), _DICT
@@ -102,7 +105,9 @@ def settings_of(config: Config, gradient_clipping: float = 0.0) -> Settings:
         default_dir, name = path.with_name(f"offloadd-{path.stem}"), path.name
     config = read(config)
     _check_text(config)
-    text, wrong = _offloadd.check_settings(json.dumps(config, default=_plain), name, processes())
+    unread = () if schedules or not _end_is_filled_in(config) else ("scheduler",)
+    checked = {key: value for key, value in config.items() if key not in unread}
+    text, wrong = _offloadd.check_settings(json.dumps(checked, default=_plain), name, processes())
     if wrong:
         raise (NotSupported if "not supported" in wrong else Error)(wrong if name is _DICT else f"{name}: {wrong}")
     values = json.loads(text)
@@ -117,6 +122,13 @@ def settings_of(config: Config, gradient_clipping: float = 0.0) -> Settings:
         values[key] = tuple(values[key])
     values["nvme"] = tuple(map(Path, values["nvme"]))
     return Settings(**values, default_dir=default_dir, json=config)
+
+
+def _end_is_filled_in(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration leaves the end of its schedule to the Trainer, which knows the number of steps."""
+    scheduler = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    return isinstance(params, Mapping) and params.get("total_num_steps") == "auto"
 
 
 def _check_text(value: Any, key: str = "") -> None:

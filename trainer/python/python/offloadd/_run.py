@@ -77,7 +77,7 @@ def prepare(
     model, given, optimizer = bare_model(model), optimizer, bare_optimizer(optimizer)
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
-    settings = settings_of(config)
+    settings = settings_of(config, schedules=False)
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import random
 from pathlib import Path
-from typing import Any, Mapping, Optional, Union
+from typing import Any, Mapping, Optional, TypeVar, Union
 
 import torch
 
@@ -26,13 +27,37 @@ TILES = "offloadd-tiles"
 # What a step still asks for when it is committed before its evaluation or its checkpoint.
 _ASKED = ("should_log", "should_evaluate", "should_save")
 
+Arguments = TypeVar("Arguments")
+
+
+def keep_in_place(args: Arguments) -> Arguments:
+    """Returns `args` for a `transformers.Trainer` that leaves its model in host memory until `attach`, from where blocks come to the GPU.
+
+    Without it, the Trainer moves the whole model to the GPU when it is made, and TRL loads a model that is given by its name there.
+    """
+    kind = type(args)
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # The Trainer's checkpoints hold its arguments, and are read without this library.
+        plain = kind.__new__(kind)
+        plain.__dict__.update(self.__dict__)
+        # Newer protocols refuse another object's class.
+        return plain.__reduce_ex__(1)
+
+    kept = copy.copy(args)
+    kept.__class__ = type(kind.__name__, (kind,), {"place_model_on_device": False, "__reduce_ex__": reduced})
+    if hasattr(kept, "model_init_kwargs"):
+        kept.model_init_kwargs = {"device_map": None, **(kept.model_init_kwargs or {})}
+    return kept
+
 
 def attach(
     trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, run_dir: Optional[Union[str, os.PathLike]] = None
 ) -> Run:
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
-    The run lies in `run_dir`, else in the key offloadd.run_dir, else in `output_dir/offloadd`. `trainer.train()` continues after the
+    The model computes on the Trainer's GPU, if it has one; it must fit there unless the Trainer was made with arguments of
+    `keep_in_place`. The run lies in `run_dir`, else in the key offloadd.run_dir, else in `output_dir/offloadd`. `trainer.train()` continues after the
     last committed step, whatever `resume_from_checkpoint` says: it is newer than any checkpoint. Without a committed step, as with state in
     host memory, it resumes from the checkpoint that is named. An evaluation or a checkpoint that
     was due after that step is made again. The Trainer's number of micro-batches counts where `config` names none. Checkpoints that
@@ -42,11 +67,15 @@ def attach(
     optimizer = trainer.create_optimizer()
     # Trainers with optimizers of their own make another one at each call, and some return none.
     optimizer = trainer.optimizer = optimizer if optimizer is not None else trainer.optimizer
-    settings = settings_of(config)
+    settings = settings_of(config, schedules=False)
+    if settings.compute_device is None and trainer.args.device.type == "cuda":
+        # The Trainer brings batches there.
+        settings = dataclasses.replace(settings, compute_device=str(trainer.args.device))
     directory = Path(run_dir or settings.run_dir or Path(trainer.args.output_dir) / "offloadd")
     if settings.json.get("gradient_accumulation_steps") in (None, "auto"):
         # With one pass a step, gradients of 16-bit parameters need no fp32.
-        settings = settings_of({**settings.json, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps})
+        given = {**settings.json, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
+        settings = dataclasses.replace(settings_of(given, schedules=False), compute_device=settings.compute_device)
     run = prepare(trainer.model, optimizer, settings, run_dir=directory, track=[kept])
     trainer.create_optimizer = lambda *_, **__: optimizer
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_save_optimizer_and_scheduler")

@@ -86,7 +86,7 @@ class Strategy(DDPStrategy):
                 config = {**config, "gradient_accumulation_steps": trainer.accumulate_grad_batches}
             if self.root_device.type == "cuda":
                 config = {**config, "offloadd": {"compute_device": str(self.root_device), **(config.get("offloadd") or {})}}
-            settings = settings_of(config)
+            settings = settings_of(config, schedules=False)
             run_dir = self._run_dir or settings.run_dir or Path(trainer.default_root_dir) / "offloadd"
             self._run = prepare(module, self.optimizers[0], settings, run_dir=run_dir, resume=False)
         if module.automatic_optimization:
