@@ -36,6 +36,7 @@ class Gathering:
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
         self.params = [param for unit in units for param in unit.params]
+        self.trains = any(unit.trained for unit in units)
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         # Units by the module with which they come and go.
         self.of_module: dict[nn.Module, list[Unit]] = {model: []}

@@ -10,7 +10,7 @@ from torch import nn
 
 from ._config import Settings
 from ._errors import LayoutChanged
-from ._run_dir import LAYOUT, check_moments, write_private
+from ._run_dir import FROZEN, LAYOUT, check_moments, write_private
 from ._units import Unit
 
 
@@ -24,6 +24,7 @@ class Layout:
             self.names.setdefault(id(param), []).append(name)
         # The number of a parameter among all of the units.
         self.index_of = {id(param): index for index, param in enumerate(param for unit in units for param in unit.params)}
+        self.trains = any(unit.trained for unit in units)
         # As it is stored.
         self.units = [[[self.names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in units]
 
@@ -46,6 +47,11 @@ class Layout:
         for name, shape, old_kind in before:
             kind = kinds.get((name, shape), old_kind)
             if kind != old_kind:
+                if not self.trains and not old_kind.startswith(FROZEN):
+                    raise LayoutChanged(
+                        f"{where}: a run that trains {name} lies there, and the model is to be used without training: name another run_dir; for the run's weights "
+                        "prepare the model with its optimizer, and write them with model.save_pretrained or run.save_weights"
+                    )
                 raise LayoutChanged(
                     f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
                     "types, or name another run_dir (for Hugging Face's Trainer another output_dir)"
@@ -65,4 +71,4 @@ class Layout:
 
 
 def _kind_of(unit: Unit) -> str:
-    return ("trained in " if unit.trained else "frozen in ") + str(unit.dtype).removeprefix("torch.")
+    return ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.")

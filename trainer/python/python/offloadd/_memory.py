@@ -47,7 +47,7 @@ class Memory(Protocol):
 
 def _largest(units: Sequence[Unit]) -> int:
     """Bytes of the largest unit's gradients."""
-    return max(unit.gradient_bytes for unit in units if unit.trained)
+    return max((unit.gradient_bytes for unit in units if unit.trained), default=0)
 
 
 class HostMemory:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import IO, Any, Optional, Sequence
+from typing import IO, Any, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ._run_dir import InUse, begin_part, check_place, lock, writable
 from ._state import from_blob
 from ._supported_optimizers import check_optimizer
 from ._units import Unit
+from ._untrained import WeightsDiffer, same_bits
 from ._weights import Weights, begin
 
 
@@ -158,25 +159,35 @@ def adopt(commits: Commits, state: dict[str, Any]) -> None:
     commits.core.begin_step()
 
 
-def check_frozen(commits: Commits, run_dir: Path) -> None:
-    """Refuses frozen parameters whose values are not those that an earlier run has stored."""
-    gathering = commits.engine.gathering
-    commits.core.begin_step()
-    for unit in gathering.units:
-        if unit.trained:
-            continue
-        if not unit.built_on_meta:
-            unit.place()
-            given = unit.flat.clone()
-            unit.fresh = False
-            gathering.take_away(unit)
-            with gathering.gathered(unit):
-                if torch.equal(unit.flat, given):
-                    continue
-        raise NotSupported(
-            f"{run_dir} has the frozen parameters of another model ({unit.name or 'outside of blocks'}), and frozen parameters "
-            f"are written once: name another run_dir, or delete this one: python -m offloadd delete {run_dir}"
-        )
+def check_frozen(commits: Commits, run_dir: Path, weights: Optional[Weights]) -> None:
+    """Refuses frozen parameters whose values on the first rank are not those that an earlier run has stored."""
+    core, ranks, units = commits.core, commits.ranks, commits.engine.gathering.units
+    core.begin_step()
+    frozen = [unit for unit in units if not unit.trained]
+    core.announce([(False, unit.index) for unit in frozen])
+    # A model that nothing trains and that has no values begins with random ones: those of its first start count.
+    has_values = weights is not None or commits.engine.gathering.trains
+    for unit in frozen:
+        stored = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu")
+        core.gather(unit.index, stored.data_ptr())
+        ranks.transfers.complete(f"compare {unit.name}", stored)
+        compared = ranks.first and (has_values or not unit.built_on_meta)
+        differs = _first_difference(unit, stored, weights, commits.layout.names) if compared else ""
+        if name := ranks.first_bytes(f"compare {unit.name}", differs.encode()).decode():
+            raise WeightsDiffer(
+                f"{run_dir} has the frozen parameters of another model ({name} differs), and frozen parameters are written once: name another run_dir, or "
+                f"delete this one: python -m offloadd delete {run_dir}"
+            )
+
+
+def _first_difference(unit: Unit, stored: torch.Tensor, weights: Optional[Weights], names: Mapping[int, list[str]]) -> str:
+    """The name of the first parameter of a unit that differs in a bit from the `stored` ones; empty if none does. Its values are in its
+    parameters still, or in `weights`."""
+    for param, offset in zip(unit.params, unit.offsets):
+        given = param if not unit.built_on_meta else weights and weights.value_of(param, names[id(param)])
+        if given is None or not same_bits(Unit.view_of(stored, param, offset), given.detach().to("cpu", unit.dtype)):
+            return names[id(param)][0]
+    return ""
 
 
 def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:

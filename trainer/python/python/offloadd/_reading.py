@@ -75,7 +75,7 @@ class Reading:
 
     def check_trainable(self, param: nn.Parameter, requires_grad: bool = True) -> None:
         """Refuses to train what was frozen when the model was prepared: its tiles have no gradients and no moments."""
-        if requires_grad and not self._gathering.unit_of[id(param)].trained:
+        if requires_grad and self._gathering.trains and not self._gathering.unit_of[id(param)].trained:
             raise NotSupported(
                 f"{self.name(param)} was frozen when the model was prepared, so its tiles have no moments: let it require gradients before "
                 "offloadd.prepare, and give it a learning rate of 0 until it is to be trained; or close() the run and prepare the model again"

@@ -29,7 +29,7 @@ from ._commits import Commits
 from ._config import Config, settings_of
 from ._console import say
 from ._engine import Engine
-from ._errors import Error
+from ._errors import Error, LayoutChanged
 from ._layout import Layout
 from ._memory import gpu_of
 from ._model_methods import ModelMethods
@@ -40,9 +40,10 @@ from ._ranks import Ranks
 from ._reports import Reports
 from ._returning import has_room, return_values
 from ._rewriting import Rewriting
-from ._run_dir import check_name, claim, disclaim
+from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
 from ._steps import Steps
 from ._units import Unit, units_of
+from ._untrained import Untrained, WeightsDiffer, beside, check_moves
 from ._weights import Weights, write_weights
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
 
@@ -59,7 +60,8 @@ def prepare(
     plan_only: bool = False,
     resume: bool = True,
 ) -> Any:
-    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), and changes both in place.
+    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), and changes both in place. Without an optimizer
+    (None) nothing is trained, whatever requires gradients: tiles have the parameters alone and are written once.
 
     `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory
     resumes it after its last committed step. Left out, it is the key offloadd.run_dir, or a directory named after the
@@ -68,26 +70,29 @@ def prepare(
     safetensors file, or a directory of them, with the values of parameters that were built in `offloadd.init()`. Without
     `resume` the run begins with the model's weights, which replace what an earlier run of the same model left in `run_dir`.
 
-    Returns a `Run`; with `plan_only` the `Plan` of one, which `print` shows, and changes nothing.
+    Returns a `Run`; with `plan_only` the `Plan` of one, which `print` shows, and changes nothing. A later start of a model that is not
+    trained finds its weights in `run_dir` and compares them with the model's; other weights are refused, and without `resume` they
+    replace those.
 
     Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `NoSpace` for drives
     that are too small, `LayoutChanged` for a run that was begun with other parameters. Nothing is changed then.
     """
     watch()
-    model, given, optimizer = bare_model(model), optimizer, bare_optimizer(optimizer)
+    model, optimizer_of_script, optimizer = bare_model(model), optimizer, bare_optimizer(optimizer)
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
-    settings = settings_of(config, schedules=False)
+    settings, trains = settings_of(config, schedules=False), optimizer is not None
+    if not trains:
+        check_moves(settings)
+        run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), Untrained()
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = settings.device != "none" or on_meta
-    found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients)
+    found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients, trains)
     ranks = Ranks()
     if plan_only:
         return Plan(settings, directory, found, ranks.places)
-    if optimizer is None:
-        raise Error("pass the optimizer: offloadd.prepare(model, optimizer, config); without it only plan_only=True works")
     if weights is not None and not on_meta:
         raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
@@ -95,8 +100,17 @@ def prepare(
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.places, gpu))
         claim(plan.run_dir, type(model).__name__)
+        given = None if weights is None else Weights(weights)
+        begin = lambda: Run(model, optimizer, plan, found, modules, list(track), given, ranks, resume)
         try:
-            run = Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
+            try:
+                run = begin()
+            except (LayoutChanged, WeightsDiffer):
+                if trains or resume or not is_untrained(plan.run_dir):
+                    raise
+                # Only a copy of the weights of another model.
+                ranks.together("remove other weights", lambda: remove_weights(plan.run_dir) if ranks.first_of_node else None)
+                run = begin()
         except BaseException:
             disclaim(plan.run_dir)
             raise
@@ -104,7 +118,7 @@ def prepare(
         ranks.meetings.end(f"{type(error).__name__}: {error}")
         ranks.meetings.close()
         raise
-    renew(given)
+    renew(optimizer_of_script)
     return run
 
 
@@ -124,7 +138,9 @@ class Run:
         resume: bool,
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
-        self.settings, self.run_dir = plan.settings, plan.run_dir
+        self.plan, self.settings, self.run_dir = plan, plan.settings, plan.run_dir
+        # Whether the run has an optimizer.
+        self.trains = not isinstance(optimizer, Untrained)
         # Until it is whole.
         self.closed = True
         self._process = os.getpid()
@@ -144,7 +160,7 @@ class Run:
         reports = Reports(self.settings, self.run_dir, ranks, self.core, optimizer)
         self.commits = Commits(self.settings, state_dir, layout, reports, ranks, self.core, self.engine, optimizer, track)
         self.engine.before_pass = self.commits.before_pass
-        begins = committed is None or not resume
+        begins = committed is None or self.trains and not resume
         self._open_content(weights, committed, begins)
         if plan.gpu is not None:
             _opening.move_to_gpu(self.engine, plan.gpu)
@@ -158,15 +174,16 @@ class Run:
 
     def _open_content(self, weights: Optional[Weights], committed: Optional[dict[str, Any]], begins: bool) -> None:
         """Gives the tiles their first content where the run begins, and otherwise continues after the step that was `committed`."""
+        if committed is not None and (begins or not self.trains):
+            try:
+                _opening.check_frozen(self.commits, self.run_dir, weights)
+            except BaseException:
+                self.engine.detach()
+                self.core.close()
+                raise
         if not begins:
             _opening.adopt(self.commits, committed)
             return
-        if committed is not None:
-            try:
-                _opening.check_frozen(self.commits, self.run_dir)
-            except Error:
-                self.core.close()
-                raise
         _opening.fill(self.commits, weights, replace=committed is not None)
         if self.ranks.first_of_node:
             self.commits.layout.write(self.run_dir)
@@ -184,6 +201,8 @@ class Run:
 
     def _say_how(self, committed: Optional[dict[str, Any]], begins: bool) -> None:
         how = f"resumes after step {self.steps_done}" if self.steps_done else "begins"
+        if not self.trains:
+            how = "trains nothing and " + ("writes the weights" if begins else "has the weights that an earlier start wrote")
         if committed is not None and begins:
             how += f" anew and replaces an earlier run of {committed['steps_done']} steps"
         say(f"{self.run_dir}: the run {how}; {self.describe()}")

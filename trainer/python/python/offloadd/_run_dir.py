@@ -22,6 +22,9 @@ from ._plan import Plan, bytes_text, part_of, program_of
 # Names and shapes of the run's parameters, written with the first commit.
 LAYOUT = "layout.json"
 
+# How the kind of a parameter that is not trained begins in it.
+FROZEN = "frozen in "
+
 # Where the run's tiles lie. Its lock says that the run is in use.
 STORE = _offloadd.STORE_FILE
 
@@ -247,6 +250,21 @@ def remove_store(store: dict[str, Any]) -> None:
             program = store["program"] or "offloadd"
             raise Error(f"{program} cannot be started: {error.strerror}; delete the job {store['job']} with `offloadd job delete`") from None
     _offloadd.remove_files(store["device_files"])
+
+
+def is_untrained(run_dir: Path) -> bool:
+    """Whether the directory has weights that were written once, and nothing that was trained."""
+    try:
+        layout = json.loads((run_dir / LAYOUT).read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    return all(kind.startswith(FROZEN) for unit in layout for _, _, kind in unit)
+
+
+def remove_weights(run_dir: Path) -> None:
+    """Removes the tiles of a run that trains nothing."""
+    remove_store(_store_of(run_dir))
+    (run_dir / LAYOUT).unlink()
 
 
 def _store_of(run_dir: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ._errors import Error, NotSupported
+from ._untrained import Untrained
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
@@ -24,7 +25,7 @@ def check_optimizer(optimizer: Any) -> None:
     kind, name = type(optimizer), name_of(type(optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
-    if kind not in _KINDS:
+    if kind not in (*_KINDS, Untrained):
         raise NotSupported(f"the optimizer is {name}, and offloadd updates with torch.optim.Adam or torch.optim.AdamW only: {_instead(kind, name)}")
     step = vars(optimizer).get("step", kind.step)
     while getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS:

@@ -161,11 +161,11 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
 
 
 def units_of(
-    model: nn.Module, wanted: Optional[Sequence], frozen: bool = True, fp32_gradients: bool = False
+    model: nn.Module, wanted: Optional[Sequence], frozen: bool = True, fp32_gradients: bool = False, trains: bool = True
 ) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
     frozen parameters stay where they are, as those of other classes always do. Gradients lie in tiles in fp32 or in the
-    parameters' type.
+    parameters' type. Unless the run `trains`, no unit is trained, whatever requires gradients.
     """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -173,7 +173,7 @@ def units_of(
             if param is not None:
                 users.setdefault(id(param), []).append(module)
     params = [param for param in model.parameters() if param.requires_grad or frozen and type(param) is nn.Parameter]
-    _check(params)
+    _check(params, trains)
     managed = set(map(id, params))
 
     taken: set[int] = set()
@@ -196,9 +196,9 @@ def units_of(
     def add(name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
         groups: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in own:
-            groups.setdefault((not param.requires_grad, param.dtype, param.is_meta), []).append(param)
+            groups.setdefault((not (trains and param.requires_grad), param.dtype, param.is_meta), []).append(param)
         for (frozen, dtype, _), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), one[0][2])):
-            kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * frozen
+            kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * (trains and frozen)
             modules[len(units)] = module
             label = f"{name} ({', '.join(kind)})" if kind else name
             unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model)
@@ -219,9 +219,9 @@ def _bytes(params: Iterable[torch.Tensor]) -> int:
     return sum(param.numel() * param.element_size() for param in params)
 
 
-def _check(params: list[nn.Parameter]) -> None:
-    if not any(param.requires_grad for param in params):
-        raise Error("no parameter of the model requires a gradient: there is nothing to train")
+def _check(params: list[nn.Parameter], trains: bool) -> None:
+    if trains and not any(param.requires_grad for param in params):
+        raise Error("no parameter of the model requires a gradient: there is nothing to train; to use the model as it is, pass None as the optimizer")
     devices = list(dict.fromkeys(param.device for param in params if not param.is_meta))
     if len(devices) > 1:
         raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: move the model to one device")
@@ -232,5 +232,5 @@ def _check(params: list[nn.Parameter]) -> None:
             raise NotSupported("the model has a lazy layer without parameters: call the model once before offloadd.prepare, which makes them")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
-        if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if trains and param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotSupported(f"a trained parameter is {param.dtype}: it can be float32, bfloat16 or float16")

@@ -331,15 +331,15 @@ class Weights:
                 raise Error(f"weights: {one}: {error}") from None
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
-    def copy_to(self, param: torch.Tensor, names: list[str]) -> None:
-        """Copies the tensor that has one of `names`."""
+    def value_of(self, param: torch.Tensor, names: list[str]) -> torch.Tensor:
+        """The tensor that has one of `names` and a parameter's shape."""
         name = next((name for name in names if name in self._file_of), None)
         if name is None:
             raise Error(f"weights: {self.path} has no {names[0]}; its names must be those of the model's state_dict")
         value = self._file_of[name].get_tensor(name)
         if value.shape != param.shape:
             raise Error(f"weights: {self.path} has {name} {tuple(value.shape)} where the model has {tuple(param.shape)}")
-        param.copy_(value)
+        return value
 
 
 def begin(model: nn.Module, here: set[int], done: set[int], weights: Optional[Weights], names: Mapping[int, list[str]]) -> None:
@@ -348,7 +348,7 @@ def begin(model: nn.Module, here: set[int], done: set[int], weights: Optional[We
         if weights is not None:
             for param in model.parameters():
                 if id(param) in here:
-                    weights.copy_to(param, names[id(param)])
+                    param.copy_(weights.value_of(param, names[id(param)]))
             return
         for name, module in model.named_modules():
             own = [param for param in module._parameters.values() if param is not None]
