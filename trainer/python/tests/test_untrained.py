@@ -195,3 +195,17 @@ def test_two_ranks_share_one_copy_of_the_first_ones_weights(tmp_path, device):
         assert [same for same, _ in found] == [True, True], found
     # Each rank has its part, whose tiles have few numbers and are padded.
     assert 2 * elems <= sum(bytes_ for _, bytes_ in found)
+
+
+def devices_after_prepare(rank, count, dir):
+    from torch.utils import _device
+
+    # As in a process that has used no such block yet.
+    _device._device_constructors.cache_clear()
+    with prepared(randomize(Net(4)), "cpu", dir), torch.device("meta"):
+        return torch.tensor([1.0]).device.type, torch.empty(1).device.type
+
+
+def test_a_block_of_a_device_makes_tensors_there_after_a_model_was_prepared(tmp_path):
+    # Otherwise transformers loads later models with buffers that have no values.
+    assert on_ranks(1, tmp_path / "store", devices_after_prepare, tmp_path) == [("meta", "meta")]

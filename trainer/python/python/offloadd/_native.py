@@ -24,7 +24,10 @@ def take_copies() -> None:
         return
     _done = True
     from torch._functorch import eager_transforms, vmap
+    from torch.utils import _device
 
+    # `with torch.device(...)` knows functions by their identity, from its first use on: it must know those that are called within.
+    _device._device_constructors()
     sparse = [f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "bsr", "bsc", "compressed")]
     for owner, name in (
         *((torch, name) for name in ("tensor", *sparse)),
