@@ -17,6 +17,7 @@ from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
 from offloadd._nodes import Places
 from offloadd._plan import engine_plan
+from offloadd._units import units_of
 from ranks import on_ranks
 from test_engine import pair
 from test_runs import PROGRAM, config, needs_daemon
@@ -165,7 +166,7 @@ def test_a_model_on_a_gpu_needs_a_driver():
 def test_updates_run_where_the_model_computes_unless_drives_are_the_bound():
     def updaters(gpu, device="cpu", **own):
         settings = settings_of({"zero_optimization": {"offload_param": {"device": device, "nvme_path": "."}}, "offloadd": own})
-        found = engine_plan(settings, pathlib.Path("run"), [], Places(), gpu)
+        found = engine_plan(settings, pathlib.Path("run"), units_of(torch.nn.Linear(1, 1), None)[0], Places(), gpu)
         return found["update_threads"], found["update_gpu"]
 
     threads = updaters(None)[0]

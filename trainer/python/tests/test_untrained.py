@@ -1,6 +1,7 @@
 """Models that nothing trains: their weights are written once, come when they are needed, and give the bits of plain PyTorch."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from offloadd import _opening
 from offloadd._memory import HostMemory
 from ranks import on_ranks
 from test_runs import config, needs_daemon
-from toy import Net, randomize
+from toy import Net, Offloaded, randomize
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 # Imported here so that ranks, which are forks, find them.
@@ -59,7 +60,7 @@ WAYS = {
 
 @needs_daemon
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_what_is_generated_has_the_bits_of_plain_pytorch(tmp_path, poisoned, device):
+def test_what_is_generated_has_the_bits_of_plain_pytorch(tmp_path, poisoned, device, capfd):
     plain, model = llama(), llama()
 
     def generated(model, **how):
@@ -76,6 +77,12 @@ def test_what_is_generated_has_the_bits_of_plain_pytorch(tmp_path, poisoned, dev
         elems = sum(unit.elems for unit in run.engine.gathering.units)
         # Two bytes a parameter, rounded up to whole tiles.
         assert 2 * elems <= run.core.device_bytes < 4 * elems
+        # The last way: each pass computes the next token of each row.
+        made = run.generation.last
+        assert (made.rows, made.tokens, made.passes) == (3, 27, 9)
+        assert run.generation.bound.by == {"cpu": "host memory", "nvme": "drives"}[device]
+    line = "generated 27 tokens of 3 sequence.s. in .* tokens/s; bound .* tokens/s: 9 passes over .* of weights at .* GB/s from "
+    assert len(re.findall(line, capfd.readouterr().err)) == 1, "one line a minute"
     assert all(map(torch.equal, expected["greedy"], generated(model))), "close() gives a plain model back"
     assert all(param.requires_grad for param in model.parameters())
 
@@ -195,6 +202,45 @@ def test_two_ranks_share_one_copy_of_the_first_ones_weights(tmp_path, device):
         assert [same for same, _ in found] == [True, True], found
     # Each rank has its part, whose tiles have few numbers and are padded.
     assert 2 * elems <= sum(bytes_ for _, bytes_ in found)
+
+
+class Ahead(HostMemory):
+    """Brings units ahead, in the calling thread, and writes down what was expected when a unit was used."""
+
+    ahead = 2
+
+    def __init__(self, core, units):
+        super().__init__(core, units)
+        self.held, self.seen = [], []
+
+    def expect(self, unit):
+        assert unit.index not in self.held, "it is here"
+        self.held.append(unit.index)
+        super().expect(unit)
+
+    def ready(self, unit):
+        self.seen.append((unit.index, tuple(self.held)))
+
+    def release(self, unit):
+        self.held.remove(unit.index)
+        super().release(unit)
+
+
+def test_the_first_units_of_the_next_pass_come_while_the_last_one_of_this_pass_computes():
+    plain, model = randomize(Net(4)), Net(4)
+    model.load_state_dict(plain.state_dict())
+    ours = Offloaded(model, trains=False)
+    memory = ours.engine.gathering.memory = Ahead(ours.core, ours.engine.gathering.units)
+    batch = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(6):
+            before, memory.seen = ours.core.announcements, []
+            assert torch.equal(model(batch), plain(batch))
+    # Block 2 uses block 0's weight; 4 is the root, which stays until the pass ends.
+    assert ours.core.announcements == before + 1, "an order with units ahead was not learned"
+    assert [unit for unit, _ in memory.seen] == [4, 0, 1, 2, 0, 3]
+    # The first two of the next pass are the root, which is still here, and block 0.
+    assert memory.seen[-1] == (3, (4, 3, 0))
 
 
 def devices_after_prepare(rank, count, dir):

@@ -73,9 +73,9 @@ class FakeCore:
 class Offloaded:
     """A model whose units a FakeCore keeps."""
 
-    def __init__(self, model, wanted=None):
+    def __init__(self, model, wanted=None, trains=True):
         self.model = model
-        units, modules = units_of(model, wanted)
+        units, modules = units_of(model, wanted, trains=trains)
         for unit in units:
             unit.place()
         self.core = FakeCore(units)

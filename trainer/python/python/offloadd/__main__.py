@@ -1,4 +1,4 @@
-"""`python -m offloadd`: `plan` says what a run takes, without a script, and `delete` deletes a run."""
+"""`python -m offloadd`: `plan` says what a run takes, without a script, `generate` and `chat` try a model, and `delete` deletes a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Optional, Sequence
 import torch
 from torch import nn
 
+from . import _chat, _generate
 from ._config import settings_of
 from ._errors import Error
 from ._plan import Plan
@@ -33,6 +34,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
+    _generate.add_parser(commands)
+    _chat.add_parser(commands)
     remove = commands.add_parser("delete", help="delete a run that is not in use: its directory, with its device files or its job at a daemon")
     remove.add_argument("run_dir", type=Path, help="the run's directory, which each start prints")
     remove.add_argument("--yes", action="store_true", help="do not ask")
@@ -40,6 +43,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         if given.command == "delete":
             return delete(given.run_dir.absolute(), given.yes)
+        if given.command == "generate":
+            return _generate.generate(given)
+        if given.command == "chat":
+            return _chat.chat(given)
         plan = _plan(given)
         print(plan)
         if plan.warnings:
@@ -47,6 +54,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except Error as error:
         print(f"offloadd: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("offloadd: interrupted; the same command goes on with what is left" if given.command == "generate" else "offloadd: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"offloadd: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1

@@ -55,6 +55,8 @@ class Engine:
         active = self._active
         self.reading = Reading(self.gathering, self.forwards, lambda unit, task: active.setdefault(unit, []).append((task, 0)))
         self.gradients = Gradients(self.gathering, core)
+        # Forwards of the model, or of parts of it by themselves, that have begun.
+        self.passes = 0
         self.before_pass = lambda: None
         self._handles: list[Any] = []
         for unit in units:
@@ -103,9 +105,10 @@ class Engine:
         if gradients.half_backward:
             self._active.clear()
             gradients.drop_half()
+        self.passes += 1
         self.core.phase(FORWARD)
         gathering.refuse_writes()
-        gathering.release_all()
+        gathering.release_before_pass()
         self.before_pass()
         pinned = any(unit.pins for unit in gathering.units)
         kind = gradients.kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first, pinned)

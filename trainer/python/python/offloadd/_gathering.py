@@ -77,7 +77,7 @@ class Gathering:
             self.needs.next((False, unit.index))
         deviates = self._expect(unit, record)
         if record:
-            for index in self.needs.gathers(self.memory.ahead):
+            for index in self.needs.gathers(self.memory.ahead, repeats=not self.trains):
                 if not self.units[index].here:
                     self._expect(self.units[index])
         self.memory.ready(unit)
@@ -200,6 +200,12 @@ class Gathering:
         """Gives back what is still here, after a pass that did not end in order too."""
         for unit in self.units:
             self.release(unit)
+
+    def release_before_pass(self) -> None:
+        """Gives back what is still here, and leaves what has come ahead during the pass before if nothing changes it."""
+        for unit in self.units:
+            if unit.here or self.trains:
+                self.release(unit)
 
     def refresh(self) -> None:
         """Brings every unit up to date, where nothing is released and a script may look at any parameter."""

@@ -55,11 +55,12 @@ class Order:
         self.deviations += deviates
         return deviates
 
-    def gathers(self, count: int) -> list[int]:
-        """The next `count` units that come, as far as the order is known."""
+    def gathers(self, count: int, repeats: bool = False) -> list[int]:
+        """The next `count` units that come, as far as the order is known; where the pass `repeats`, those of the next one follow."""
         if count == 0:
             return []
-        return [unit for gradients, unit in self._rest[self._at :] if not gradients][:count]
+        coming = self._rest[self._at :] + (self._known.get(self._kind, []) if repeats else [])
+        return [unit for gradients, unit in coming if not gradients][:count]
 
     def outside(self, op: Op) -> None:
         """`op` is done between passes, or by something no pass repeats: it is not recorded."""

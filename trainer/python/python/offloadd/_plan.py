@@ -40,6 +40,7 @@ class Plan:
         self.run_dir, self.job = part_of(run_dir, places.node)
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
+        self.trains = any(unit.trained for unit in units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
@@ -93,6 +94,12 @@ class Plan:
         """Least seconds of a step. Without an earlier run's metrics.jsonl, forward and backward are not counted."""
         return self.figures["bound_s"]
 
+    @property
+    def read_s(self) -> Optional[float]:
+        """Least seconds in which drives read what a pass of forward needs of this rank's tiles; None without drives."""
+        f = self.figures
+        return f["forward_read_bytes"] / f["read_bytes_per_s"] if f["device_bytes"] else None
+
     def check(self) -> None:
         """Raises `NoSpace` where the drives have too little space."""
         for problem in self.problems:
@@ -113,27 +120,46 @@ class Plan:
             lines.append(f"network   {self.network(self.why_no_copy)}")
         if f["device_bytes"]:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
-            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: two copies of each tile that changes")
+            copies = "two copies of each tile that changes" if self.trains else "one copy of each tile"
+            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: {copies}")
+        else:
+            lines.append("devices   nothing")
+        lines += self._of_a_step() if self.trains else self._of_a_pass()
+        lines += [f"warning   {warning}" for warning in self.warnings]
+        lines += [f"refused   {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def _of_a_step(self) -> list[str]:
+        f, lines, rates = self.figures, [], ""
+        if f["device_bytes"]:
             reads = [f"{part} {bytes_text(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
             total = sum(f[part + "_read_bytes"] for part in ("forward", "backward", "update"))
             lines.append(f"a step    reads {bytes_text(total)} ({', '.join(reads)}), writes {bytes_text(f['written_bytes'])}")
-            source = "measured" if f["measured"] else "assumed"
-            rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({source})"
-        else:
-            lines.append("devices   nothing")
-            rates = ""
+            rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})"
         counted = "" if f["compute_s"] is not None else "; without the time of forward and backward, which the first step measures"
         lines.append(f"bound     {f['bound_s']:.3g} s a step, limited by {f['wall']}{rates}{counted}")
         if f["last_step_s"] is not None:
             lines.append(f"expected  {max(f['last_step_s'], f['bound_s']):.3g} s a step, as the last one in metrics.jsonl")
-        lines += [f"warning   {warning}" for warning in self.warnings]
-        lines += [f"refused   {problem}" for problem in self.problems]
-        return "\n".join(lines)
+        return lines
+
+    def _of_a_pass(self) -> list[str]:
+        f = self.figures
+        if self.read_s is None:
+            return []
+        return [
+            f"a pass    reads {bytes_text(f['forward_read_bytes'])}: for the next token of each sequence of a batch",
+            f"bound     {self.read_s:.3g} s a pass, limited by device reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})",
+        ]
+
+    @property
+    def _source(self) -> str:
+        return "measured" if self.figures["measured"] else "assumed"
 
 
 def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int]) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on."""
     part, job = part_of(run_dir, places.node)
+    trains = any(unit.trained for unit in units)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
         "units": [
@@ -154,7 +180,8 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         "program": program_of(settings),
         "run_dir": str(part),
         "job": job,
-        "deferred": settings.optimizer_step == "deferred",
+        # Deferred updates let the engine read ahead across the end of a pass, also where there are none.
+        "deferred": settings.optimizer_step == "deferred" or not trains,
         "resident_fraction": settings.resident_fraction,
         "gradients_fraction": _gradients_fraction(settings, units, places),
         "moments": settings.moments,
@@ -162,7 +189,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes
         or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
-        **_updaters(settings, gpu, len(places.local)),
+        **(_updaters(settings, gpu, len(places.local)) if trains else {"update_threads": 1, "update_gpu": None}),
         "rank": places.rank,
         "ranks": places.count,
         "first_ranks": places.first_ranks,

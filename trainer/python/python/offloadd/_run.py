@@ -30,6 +30,7 @@ from ._config import Config, settings_of
 from ._console import say
 from ._engine import Engine
 from ._errors import Error, LayoutChanged
+from ._generation import Meter
 from ._layout import Layout
 from ._memory import gpu_of
 from ._model_methods import ModelMethods
@@ -196,6 +197,9 @@ class Run:
         states = {id(param): of_param for param, of_param in self.optimizer.state.items() if of_param}
         take_over(self.optimizer, OfRun(Steps(self.commits), self.moments, self.rewriting))
         self._methods = ModelMethods(self.engine, self.rewriting, self.commits.layout.names)
+        if not self.trains:
+            # Its methods are given back with the others.
+            self.generation = Meter(self.engine, self.plan)
         if states and begins:
             self.moments.load(states)
 

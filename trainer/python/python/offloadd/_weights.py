@@ -331,6 +331,11 @@ class Weights:
                 raise Error(f"weights: {one}: {error}") from None
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
+    def shape_of(self, names: list[str]) -> Optional[tuple[int, ...]]:
+        """The shape of the tensor that has one of `names`; None where there is none."""
+        name = next((name for name in names if name in self._file_of), None)
+        return None if name is None else tuple(self._file_of[name].get_slice(name).get_shape())
+
     def value_of(self, param: torch.Tensor, names: list[str]) -> torch.Tensor:
         """The tensor that has one of `names` and a parameter's shape."""
         name = next((name for name in names if name in self._file_of), None)
