@@ -298,7 +298,6 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
     plain = config("cpu", tmp_path)
     cases = [
         ({"model": None}, "pass the model"),
-        ({"config": plain}, "no optimizer"),
         ({"config": {**plain, "optimizer": {"type": "Lamb"}}}, 'optimizer.type: "Lamb" is not supported: use "AdamW" or "Adam"'),
         ({"config": settings("cpu", tmp_path, scheduler={"type": "Cosine"})}, "scheduler.type"),
         (

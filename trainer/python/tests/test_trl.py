@@ -86,6 +86,31 @@ def test_a_script_that_is_killed_and_resumed_has_the_losses_and_weights_of_plain
         assert all(torch.equal(loaded[key], value) for key, value in ours.items())
 
 
+def said_and_losses(tmp_path, name, *more):
+    """What a trainer with its defaults says, and its losses, with the model and those it does not train in tiles, and the losses without."""
+    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
+    command = [HERE / "scripts" / "trl_trainers.py", name, tmp_path / "models"]
+    lines_of(start(tmp_path / "plain", command, *more, "--use_cpu"))
+    script = start(tmp_path / "ours", command, *more, "--deepspeed", tmp_path / "ds.json")
+    out, errors = script.communicate()
+    assert script.returncode == 0, errors
+    return errors, losses(tmp_path / "ours", 4), losses(tmp_path / "plain", 4)
+
+
+@needs_daemon
+@pytest.mark.parametrize(
+    "name, more",
+    [("dpo", []), ("dpo", ["--precompute_ref_log_probs", "true"]), ("grpo", ["--beta", "0.1"]), ("gkd", [])],
+    ids=["reference", "reference computed before", "reference of samples", "teacher"],
+)
+def test_what_a_trainer_does_not_train_lies_in_tiles_beside_what_it_trains(tmp_path, name, more):
+    said, found, expected = said_and_losses(tmp_path, name, *more)
+    assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert f"{tmp_path}/ours/offloadd-frozen: the run trains nothing and writes the weights" in said
+    assert f"{tmp_path}/ours/offloadd: the run begins" in said
+    assert len(list(tmp_path.glob("*.tiles"))) == 2
+
+
 @needs_daemon
 def test_a_trainer_that_generates_with_its_defaults_has_the_completions_and_losses_of_plain_pytorch(tmp_path):
     plain_and_killed(tmp_path, [HERE / "scripts" / "trl_trainers.py", "grpo", tmp_path / "models"])

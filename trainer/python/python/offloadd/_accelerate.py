@@ -46,6 +46,9 @@ def patch(module: Any) -> None:
 def _check(accelerator: Any, model: nn.Module) -> None:
     """Refuses what Accelerate would do to the parameters of a model that is prepared, or that its DeepSpeed plugin prepares here."""
     prepared, how = is_prepared(model.parameters()), accelerator.distributed_type.value
+    if prepared and how == "DEEPSPEED" and not getattr(getattr(model, "_offloadd_run", None), "trains", True):
+        # As a reference, and from now on it is trained: `initialize` ends the run.
+        return
     # A second `train` of a Trainer goes on with the engine of the first.
     if prepared and how == "DEEPSPEED" and "engine" not in _deepspeed.beginning:
         raise NotSupported("Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run")

@@ -11,7 +11,8 @@ import importlib
 import inspect
 import os
 import types
-from typing import Any, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Optional
 
 import torch
 
@@ -22,9 +23,10 @@ from ._config import Settings, settings_of
 from ._deepspeed_ranks import answering, barrier, destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
 from ._deepspeed_refused import NoAttribute, NoModule, refusal, refused_when_called
 from ._errors import NotSupported
-from ._initialize import GRADIENT_CLIPPING, ReadingEngine, TrainingEngine, initialize as _initialize
+from ._initialize import GRADIENT_CLIPPING, TrainingEngine, initialize as _initialize
 from ._schedules import SCHEDULERS
-from ._zero import GatheredParameters, Init
+from ._untrained import beside
+from ._zero import GatheredParameters, Init, unused_dir
 
 
 def check_module(name: str) -> None:
@@ -56,6 +58,14 @@ class Answer(types.ModuleType):
 # How the next `initialize` of this process begins its run, where Hugging Face's Trainer calls it.
 beginning: dict[str, Any] = {}
 
+# Where the Trainer that was made last has its output.
+output_dir: Optional[Path] = None
+
+
+def reading_dir() -> Optional[Path]:
+    """The directory of a model that a Trainer does not train; None without a Trainer."""
+    return None if output_dir is None else unused_dir(beside(output_dir / "offloadd"))
+
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """`offloadd.initialize`, for a script that counts its steps itself: the run begins with the model's weights. It
@@ -70,10 +80,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
         settings = settings_in(config)
         if settings.optimizer is None:
-            if settings.precision is not None:
-                given["model"].to(getattr(torch, settings.precision))
-            _mark(given["model"])
-            return ReadingEngine(given["model"], settings), None, None, None
+            made = _initialize(model=given["model"], config=settings, run_dir=reading_dir(), resume=False)
+            _mark(made[0].module)
+            return made
     how = {"resume": False, **given, **beginning}
     beginning.clear()
     made = _initialize(**how)

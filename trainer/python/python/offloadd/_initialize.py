@@ -22,6 +22,7 @@ from ._errors import Error, NotSupported
 from ._run import Run, prepare
 from ._schedules import optimizer_of, schedule_of
 from ._weights import trained_state
+from ._untrained import beside
 from ._zero import remember, unused_dir
 
 # DeepSpeed's default since June 2026.
@@ -53,6 +54,9 @@ def initialize(
     out for what the sections `optimizer` and `scheduler` of the configuration say. Where bf16 or fp16 is enabled, the
     model is brought to that type. It computes on the process's GPU if there is one. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step, unless `resume`
     is False: the run then begins anew. `track` has further objects whose state is committed with each step.
+
+    Where neither the arguments nor the configuration have an optimizer, nothing is trained, and only the engine is returned: its model
+    lies in tiles, or in memory where nothing is offloaded. `initialize` with an optimizer may follow for the same model.
     """
     if model is None:
         raise Error("initialize: pass the model")
@@ -66,18 +70,19 @@ def initialize(
     if processes() > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     settings = settings_of(config, GRADIENT_CLIPPING)
-    run_dir = run_dir or settings.run_dir or unused_dir(settings.default_dir)
     if settings.compute_device is None and torch.cuda.is_available():
         # As deepspeed.initialize moves the model.
         index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
         settings = replace(settings, compute_device=f"cuda:{index}")
+    if optimizer is None and settings.optimizer is None:
+        return ReadingEngine(model, settings, run_dir, resume), None, None, None
+    _end_reading(model)
+    run_dir = run_dir or settings.run_dir or unused_dir(settings.default_dir)
     if settings.precision is not None:
         model.to(getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None:
         optimizer = optimizer_of(settings, parameters)
-        if optimizer is None:
-            raise Error('initialize: no optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
     elif not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if lr_scheduler is None:
@@ -422,11 +427,28 @@ class TrainingEngine:
         self.run.close()
 
 
-class ReadingEngine(TrainingEngine):
-    """The result for a script that passes no optimizer, as for the reference model of a preference loss: the model, in memory."""
+def _end_reading(model: nn.Module) -> None:
+    """Ends the run of a model that nothing trained so far."""
+    run = getattr(model, "_offloadd_run", None)
+    if run is not None and not run.trains:
+        run.close(keep=True)
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+
+class ReadingEngine(TrainingEngine):
+    """The result where no optimizer is passed, as for the reference model of a preference loss: the model, in tiles or in memory."""
+
+    def __init__(self, model: nn.Module, settings: Settings, run_dir: Optional[Union[str, os.PathLike]], resume: bool) -> None:
         self.config, self.module, self._settings = settings.json, model, settings
+        # One that is trained, or read already, stays as it is.
+        self._own: Optional[Run] = None
+        if settings.device != "none" and getattr(model, "_offloadd_run", None) is None:
+            if settings.precision is not None:
+                model.to(getattr(torch, settings.precision))
+            directory = run_dir or unused_dir(beside(settings.run_dir or settings.default_dir))
+            self._own = prepare(model, None, settings, run_dir=directory, resume=resume)
+            remember(self._own)
+        elif settings.device == "none" and settings.precision is not None:
+            model.to(getattr(torch, settings.precision))
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self._accumulated = 1
@@ -440,8 +462,19 @@ class ReadingEngine(TrainingEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self.module.state_dict()
 
+    @property
+    def run(self) -> Optional[Run]:
+        """The run that has the model; None where it is in memory."""
+        return getattr(self.module, "_offloadd_run", None)
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
     def destroy(self) -> None:
-        """Does nothing: the model is in memory."""
+        """Ends the run that this engine began, if the model has no other one since."""
+        if self._own is not None:
+            self._own.close()
 
 
 class _WithoutParameters(nn.Module):

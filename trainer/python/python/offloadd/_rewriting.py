@@ -110,9 +110,10 @@ class Rewriting:
             with self._gathering.gathered(unit):
                 for param in changed:
                     if not torch.equal(param.detach(), sources[id(param)].to(param.dtype)):
+                        follows = "" if self._gathering.trains else "; a reference cannot follow the model that is trained: leave sync_ref_model out"
                         raise NotSupported(
                             f"{self._commits.layout.names[id(param)][0]} is frozen, and frozen parameters are written once: load other values before "
-                            "offloadd.prepare, with another run_dir"
+                            f"offloadd.prepare, with another run_dir{follows}"
                         )
 
     def keep_changes(self, units: Sequence[Unit]) -> None:

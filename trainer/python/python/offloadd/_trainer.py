@@ -21,7 +21,13 @@ from .hf import RESUME_DIR, TrainerProgress, has_checkpoint, write_random_state
 
 def patch_trainer(module: Any) -> None:
     """Changes `transformers.Trainer`, whose module was just imported."""
-    plain = module.Trainer.train
+    plain, plain_init = module.Trainer.train, module.Trainer.__init__
+
+    @functools.wraps(plain_init)
+    def __init__(self: Any, model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        # A reference or a reward model that the Trainer prepares has its weights beside what is trained.
+        _deepspeed.output_dir = None if args is None or args.output_dir is None else Path(args.output_dir)
+        plain_init(self, model, args, *more, **kwargs)
 
     @functools.wraps(plain)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +58,7 @@ def patch_trainer(module: Any) -> None:
         self.model_wrapped.run.drain()
         return result
 
-    module.Trainer.train = train
+    module.Trainer.train, module.Trainer.__init__ = train, __init__
 
 
 def patch_state(module: Any) -> None:
