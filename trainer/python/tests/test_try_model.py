@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import pathlib
 import random
 
 import pytest
@@ -10,11 +12,14 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: make test-tools")
 
+import forks  # noqa: E402
 import offloadd._served  # noqa: E402
 from offloadd.__main__ import main  # noqa: E402
 from test_runs import PROGRAM, needs_daemon  # noqa: E402
 from toy import randomize  # noqa: E402
 
+EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "distill.py"
+IMPORTS = ["transformers.models.llama.modeling_llama"]
 WORDS = [f"w{number}" for number in range(60)]
 TEMPLATE = "{% for one in messages %}[{{ one['role'] }}] {{ one['content'] }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2)
@@ -168,3 +173,22 @@ def test_a_model_without_a_chat_template_continues_lines(tmp_path, monkeypatch, 
     assert main(["chat", str(model), "--temperature", "0", "--max-new-tokens", "6"]) == 0
     out, said = capfd.readouterr()
     assert out.split() == plain_answers(model, [{"prompt": "w1 w2"}], 1)[0].split() and "has no chat template" in said
+
+
+@needs_daemon
+def test_the_example_of_a_teacher_that_is_killed_ends_as_it_does_unbroken(tmp_path, model):
+    teacher = made(tmp_path / "teacher", hidden_size=64, intermediate_size=96)
+    (tmp_path / "drive").mkdir()
+    environment = {"PATH": f"{pathlib.Path(PROGRAM).parent}:{os.environ['PATH']}"}
+    begin = lambda runs: forks.start(EXAMPLE, teacher, model, tmp_path / runs, tmp_path / "drive", "8", environment=environment, imports=IMPORTS)
+    whole, killed = begin("whole"), begin("killed")
+    for line in killed.stdout:
+        if line.startswith("step 3:"):
+            killed.kill()
+            break
+    assert killed.wait() == -9
+    expected, errors = whole.communicate()
+    assert expected.count("step ") == 8, errors
+    found, said = begin("killed").communicate()
+    assert "killed/teacher: the run trains nothing and has the weights that an earlier start wrote" in said
+    assert 0 < len(found) < len(expected) and expected.endswith(found)

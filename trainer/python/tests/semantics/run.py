@@ -14,6 +14,7 @@ import modules  # noqa: F401
 import programs  # noqa: F401
 import reading  # noqa: F401
 import stepping  # noqa: F401
+import untrained  # noqa: F401
 import writing  # noqa: F401
 from table import THEMES, run
 

@@ -104,6 +104,8 @@ class Script:
     def __init__(self, device, dir):
         self.device, self.dir = device, pathlib.Path(dir)
         self.notes, self.runs, self.trained, self._exact = [], [], [], True
+        # The last model that nothing trains.
+        self.used = None
         # Set by scripts whose model computes its loss in another way, or that leave no model to train.
         self.loss_of = lambda model, x, y: F.cross_entropy(model(x), y)
         self.continues = True
@@ -118,6 +120,17 @@ class Script:
         if self.device is not None:
             self.runs.append(offloadd.prepare(model, optimizer, self.config(), **{"run_dir": self.dir / f"run-{len(self.runs)}", **more}))
         return model
+
+    def use(self, model=None):
+        """A model that nothing trains, prepared unless the run is the plain one."""
+        self.used = net() if model is None else model
+        if self.device is not None:
+            self.runs.append(offloadd.prepare(self.used, None, self.config(), run_dir=self.dir / f"run-{len(self.runs)}"))
+        return self.used
+
+    def twice(self, model):
+        """Prepares a model again."""
+        return offloadd.prepare(model, None, self.config(), run_dir=self.dir / "again") if self.device is not None else None
 
     def config(self):
         store = {"device": self.device, **({"nvme_path": str(self.dir)} if self.device == "nvme" else {})}
