@@ -80,7 +80,8 @@ class Engine:
             handle.remove()
         for unit in self.gathering.units:
             unwatch(unit)
-        self.gradients.drop()
+        if self.gathering.trains:
+            self.gradients.drop()
 
     # Forward
 

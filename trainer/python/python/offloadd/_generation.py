@@ -83,7 +83,7 @@ class Meter:
                 return result
             given = next((one for one in (kwargs.get("input_ids"), kwargs.get("inputs"), *args[:1]) if isinstance(one, torch.Tensor)), None)
             prompt = 0 if given is None else given.shape[-1]
-            length = made.shape[-1] - (1 if getattr(engine.model.config, "is_encoder_decoder", False) else prompt)
+            length = made.shape[-1] - (1 if getattr(getattr(engine.model, "config", None), "is_encoder_decoder", False) else prompt)
             self.last = Generated(len(made), len(made) * length, engine.passes - passes, took)
             # On all ranks at once.
             bound = self.bound

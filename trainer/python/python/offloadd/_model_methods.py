@@ -44,7 +44,8 @@ class ModelMethods:
             self._model.__dict__.pop(name, None)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        self._engine.forget_gradients()
+        if self._gathering.trains:
+            self._engine.forget_gradients()
         self._plain_zero_grad(set_to_none)
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,8 @@ def return_values(commits: Commits, moments: Moments) -> None:
     for param, state in states.items():
         states[param] = {name: value.to(param.device) if name in MOMENTS else value for name, value in state.items()}
     give_back(commits.optimizer, states)
-    for param in engine.gathering.params:
+    # Those of a model that nothing trains are the script's own.
+    for param in engine.gathering.params if engine.gathering.trains else ():
         grad = grads.get(id(param))
         param.grad = None if grad is None else grad.to(param.device)
 

@@ -277,11 +277,17 @@ class Run:
     def save_checkpoint(self, save_dir: Union[str, os.PathLike], tag: Optional[str] = None, client_state: Optional[dict[str, Any]] = None) -> None:
         """Copies trained parameters, optimizer state and all that is committed with them into `save_dir/tag`, with `client_state` (plain data). All
         ranks must call it."""
+        self._check_trains("save_checkpoint")
         save_checkpoint(self.commits, Path(save_dir), tag or f"step{self.steps_done}", client_state or {}, save_latest=True)
 
     def load_checkpoint(self, load_dir: Union[str, os.PathLike], tag: Optional[str] = None) -> Optional[dict[str, Any]]:
         """Goes back to a checkpoint of `save_checkpoint`, the newest one without `tag`. Returns its `client_state`, or None where there is none."""
+        self._check_trains("load_checkpoint")
         return load_checkpoint(self.commits, Path(load_dir), tag)[1]
+
+    def _check_trains(self, call: str) -> None:
+        if not self.trains:
+            raise Error(f"{call}: this run trains nothing, so there is no step to keep: write its weights with model.save_pretrained or run.save_weights")
 
     # The end
 

@@ -53,8 +53,8 @@ class Served:
         adapter = Path(given.model) / "adapter_config.json"
         source = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else given.model
         try:
-            names = [given.model, source] if (Path(given.model) / "tokenizer_config.json").exists() else [source]
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(names[0], trust_remote_code=given.trust_remote_code, padding_side="left")
+            named = given.model if (Path(given.model) / "tokenizer_config.json").exists() else source
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(named, trust_remote_code=given.trust_remote_code, padding_side="left")
             model, weights = _load(transformers, given, adapter.exists())
         except (OSError, ValueError) as error:
             raise Error(f"{given.model}: {error}") from None

@@ -45,7 +45,13 @@ def _(s):
     for number in range(2):
         s.loss(number, model).backward()
     s.note([param.grad for param in model.parameters()])
+    model.zero_grad(set_to_none=False)
+    s.note([param.grad for param in model.parameters()])
     model.zero_grad()
+    s.note([param.grad for param in model.parameters()])
+    s.loss(2, model).backward()
+    if s.run:
+        s.run.close()
     return [param.grad for param in model.parameters()]
 
 
@@ -115,6 +121,12 @@ def _(s):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     s.loss(0, model).backward()
     optimizer.step()
+
+
+@used.refused("a checkpoint of the run", "this run trains nothing")
+def _(s):
+    s.use()
+    return s.run.save_checkpoint(s.dir / "saved") if s.run else None
 
 
 @used.equal("a plain model after `close`", devices=BOTH)
