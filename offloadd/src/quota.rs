@@ -88,6 +88,15 @@ pub struct Weights {
     pub job: u32,
 }
 
+impl Default for Weights {
+    fn default() -> Self {
+        Self {
+            user: WEIGHT_DEFAULT,
+            job: WEIGHT_DEFAULT,
+        }
+    }
+}
+
 impl Quotas {
     /// Returns the quota that applies to a user.
     pub fn of(&self, uid: u32) -> Quota {
@@ -103,8 +112,10 @@ impl Quotas {
 
     /// Returns the weights of a job and its user in the drives' queues.
     pub fn weights(&self, uid: u32, name: &JobName) -> Weights {
-        let [user, job] = [self.of(uid).weight, self.of_job(uid, name).weight]
-            .map(|weight| weight.unwrap_or(WEIGHT_DEFAULT));
-        Weights { user, job }
+        let default = Weights::default();
+        Weights {
+            user: self.of(uid).weight.unwrap_or(default.user),
+            job: self.of_job(uid, name).weight.unwrap_or(default.job),
+        }
     }
 }

@@ -416,13 +416,11 @@ impl Ledger {
             worn_bytes: (self.endurance).written_bytes(index, device.counts.written.bytes),
             rated_bytes: self.endurance.rated_bytes(index),
             damaged_count: device.damaged_count,
-            state,
-            counts: device.counts.clone(),
             queue_depth: device.depth,
             queue_depth_max: device.depth_max,
             busy: device.slowness.busy(),
             slow: device.slowness.is_slow(),
-            trouble: None,
+            ..DeviceView::new(state, device.counts.clone())
         };
         views.map(view).collect()
     }

@@ -1,28 +1,37 @@
-//! Converts a [`Snapshot`] to a message and back, so that `offloadd top` has the same values as the daemon.
-
-use std::time::Duration;
+//! Converts a [`Snapshot`] to a message and back, so that `offloadd top` has the same values as the daemon. The fields of
+//! numbers are in [`samples`].
 
 use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
+use super::samples::{self, Numbered, Sample};
 use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
 use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
-use crate::quota::Weights;
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
+/// Writes the numbers of `of` to its message.
+fn write<T: Numbered>(samples: &[Sample<T>], of: &T, message: &mut T::Message) {
+    for field in samples.iter().filter_map(|sample| sample.field.as_ref()) {
+        (field.write)(of, message);
+    }
+}
+
+/// Sets the numbers of `of` to those of its message.
+fn read<T: Numbered>(samples: &[Sample<T>], of: &mut T, message: &T::Message) {
+    for field in samples.iter().filter_map(|sample| sample.field.as_ref()) {
+        (field.read)(of, message);
+    }
+}
+
 impl From<Snapshot> for proto::MetricsReply {
     fn from(snapshot: Snapshot) -> Self {
-        Self {
-            uptime_ns: snapshot.uptime.as_nanos() as u64,
-            arena_used_bytes: snapshot.arena_used_bytes,
-            arena_bytes_max: snapshot.arena_bytes_max,
-            session_count: snapshot.session_count,
-            rebalance_bytes_per_s_max: snapshot.rebalance_bytes_per_s_max,
-            read_only: snapshot.read_only,
-            devices: snapshot.devices.into_iter().map(Into::into).collect(),
-            jobs: snapshot.jobs.into_iter().map(Into::into).collect(),
-        }
+        let mut message = Self::default();
+        write(samples::DAEMON, &snapshot, &mut message);
+        message.read_only = snapshot.read_only;
+        message.devices = snapshot.devices.into_iter().map(Into::into).collect();
+        message.jobs = snapshot.jobs.into_iter().map(Into::into).collect();
+        message
     }
 }
 
@@ -51,32 +60,22 @@ impl From<DeviceState> for proto::Device {
 
 impl From<DeviceView> for proto::DeviceMetrics {
     fn from(view: DeviceView) -> Self {
-        let Counts {
-            read,
-            written,
-            flushed,
-        } = view.counts;
-        Self {
-            device: Some(view.state.into()),
-            read: Some(read.into()),
-            written: Some(written.into()),
-            flushed: Some(flushed.into()),
-            queue_depth: view.queue_depth,
-            queue_depth_max: view.queue_depth_max,
-            busy_ns: view.busy.as_nanos() as u64,
-            slow: view.slow,
-            trouble: view.trouble,
-            worn_bytes: view.worn_bytes,
-            rated_bytes: view.rated_bytes,
-            damaged_count: view.damaged_count,
-        }
+        let mut message = Self::default();
+        write(samples::DEVICE, &view, &mut message);
+        message.device = Some(view.state.into());
+        message.read = Some(view.counts.read.into());
+        message.written = Some(view.counts.written.into());
+        message.flushed = Some(view.counts.flushed.into());
+        message.trouble = view.trouble;
+        message
     }
 }
 
 impl From<JobView> for proto::JobMetrics {
     fn from(view: JobView) -> Self {
-        let state = view.state;
-        let (commit, ranks_called, ranks) = match state.commit {
+        let mut message = Self::default();
+        write(samples::JOB, &view, &mut message);
+        let (commit, ranks_called, ranks) = match view.state.commit {
             CommitState::None => (proto::CommitState::None, 0, 0),
             CommitState::Gathering {
                 ranks_called,
@@ -84,33 +83,16 @@ impl From<JobView> for proto::JobMetrics {
             } => (proto::CommitState::Gathering, ranks_called, ranks),
             CommitState::Writing => (proto::CommitState::Writing, 0, 0),
         };
-        Self {
-            uid: state.uid,
-            job: state.job.as_str().into(),
-            reserved_bytes: state.reserved_bytes,
-            session_count: state.session_count,
-            arena_bytes: state.arena_bytes,
-            slot_count: state.slot_count,
-            slot_used_count: state.slot_used_count,
-            user_weight: state.weights.user,
-            weight: state.weights.job,
-            reading_count: state.reading_count,
-            writing_count: state.writing_count,
-            commit: commit as i32,
-            commit_ranks_called: ranks_called,
-            commit_ranks: ranks,
-            newest_generation: state.newest_generation,
-            working_generation: state.working_generation,
-            poisoned: state.poisoned,
-            read: Some(view.counts.read.into()),
-            written: Some(view.counts.written.into()),
-            commits: Some(view.commits.into()),
-            commit_failed_count: view.commit_failed_count,
-            worn_bytes: view.worn_bytes,
-            worn: view.worn.into_iter().map(Into::into).collect(),
-            damaged_count: view.damaged_count,
-            job_id: state.job_id,
-        }
+        message.uid = view.state.uid;
+        message.job = view.state.job.as_str().into();
+        message.commit = commit as i32;
+        message.commit_ranks_called = ranks_called;
+        message.commit_ranks = ranks;
+        message.read = Some(view.counts.read.into());
+        message.written = Some(view.counts.written.into());
+        message.commits = Some(view.commits.into());
+        message.worn = view.worn.into_iter().map(Into::into).collect();
+        message
     }
 }
 
@@ -155,26 +137,23 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
     type Error = Misunderstood;
 
     fn try_from(message: proto::MetricsReply) -> Result<Self, Misunderstood> {
+        let mut snapshot = Self::default();
+        read(samples::DAEMON, &mut snapshot, &message);
+        snapshot.read_only = message.read_only;
         let devices = message.devices.into_iter().map(TryInto::try_into);
+        snapshot.devices = devices.collect::<Result<_, _>>()?;
         let jobs = message.jobs.into_iter().map(TryInto::try_into);
-        Ok(Self {
-            uptime: Duration::from_nanos(message.uptime_ns),
-            arena_used_bytes: message.arena_used_bytes,
-            arena_bytes_max: message.arena_bytes_max,
-            session_count: message.session_count,
-            rebalance_bytes_per_s_max: message.rebalance_bytes_per_s_max,
-            read_only: message.read_only,
-            devices: devices.collect::<Result<_, _>>()?,
-            jobs: jobs.collect::<Result<_, _>>()?,
-        })
+        snapshot.jobs = jobs.collect::<Result<_, _>>()?;
+        Ok(snapshot)
     }
 }
 
 impl TryFrom<proto::DeviceMetrics> for DeviceView {
     type Error = Misunderstood;
 
-    fn try_from(message: proto::DeviceMetrics) -> Result<Self, Misunderstood> {
-        let device = (message.device).ok_or_else(|| misunderstood("a device without a name"))?;
+    fn try_from(mut message: proto::DeviceMetrics) -> Result<Self, Misunderstood> {
+        let device =
+            (message.device.take()).ok_or_else(|| misunderstood("a device without a name"))?;
         let status = DeviceStatus {
             number: device.number,
             phase: match device.phase() {
@@ -187,37 +166,31 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             stuck: device.stuck,
             waits_for_start: device.waits_for_start,
         };
-        Ok(Self {
-            state: DeviceState {
-                status,
-                path: device.path,
-                block_bytes: BLOCK_BYTES,
-                data_bytes: device.data_bytes,
-                free_bytes: device.free_bytes,
-                read_bytes_per_s: device.read_bytes_per_s,
-                write_bytes_per_s: device.write_bytes_per_s,
-            },
-            counts: Counts {
-                read: traffic(message.read)?,
-                written: traffic(message.written)?,
-                flushed: traffic(message.flushed)?,
-            },
-            queue_depth: message.queue_depth,
-            queue_depth_max: message.queue_depth_max,
-            busy: Duration::from_nanos(message.busy_ns),
-            slow: message.slow,
-            trouble: message.trouble,
-            worn_bytes: message.worn_bytes,
-            rated_bytes: message.rated_bytes,
-            damaged_count: message.damaged_count,
-        })
+        let state = DeviceState {
+            status,
+            path: device.path,
+            block_bytes: BLOCK_BYTES,
+            data_bytes: device.data_bytes,
+            free_bytes: device.free_bytes,
+            read_bytes_per_s: device.read_bytes_per_s,
+            write_bytes_per_s: device.write_bytes_per_s,
+        };
+        let counts = Counts {
+            read: traffic(message.read.take())?,
+            written: traffic(message.written.take())?,
+            flushed: traffic(message.flushed.take())?,
+        };
+        let mut view = Self::new(state, counts);
+        read(samples::DEVICE, &mut view, &message);
+        view.trouble = message.trouble;
+        Ok(view)
     }
 }
 
 impl TryFrom<proto::JobMetrics> for JobView {
     type Error = Misunderstood;
 
-    fn try_from(message: proto::JobMetrics) -> Result<Self, Misunderstood> {
+    fn try_from(mut message: proto::JobMetrics) -> Result<Self, Misunderstood> {
         let commit = match message.commit() {
             proto::CommitState::None => CommitState::None,
             proto::CommitState::Gathering => CommitState::Gathering {
@@ -226,41 +199,24 @@ impl TryFrom<proto::JobMetrics> for JobView {
             },
             proto::CommitState::Writing => CommitState::Writing,
         };
-        Ok(Self {
-            state: JobState {
-                uid: message.uid,
-                job: JobName::new(message.job)
-                    .map_err(|fault| misunderstood(format!("a job's name ({fault})")))?,
-                job_id: message.job_id,
-                reserved_bytes: message.reserved_bytes,
-                session_count: message.session_count,
-                arena_bytes: message.arena_bytes,
-                slot_count: message.slot_count,
-                slot_used_count: message.slot_used_count,
-                weights: Weights {
-                    user: message.user_weight,
-                    job: message.weight,
-                },
-                reading_count: message.reading_count,
-                writing_count: message.writing_count,
-                commit,
-                newest_generation: message.newest_generation,
-                working_generation: message.working_generation,
-                poisoned: message.poisoned,
-            },
-            counts: Counts {
-                read: traffic(message.read)?,
-                written: traffic(message.written)?,
-                flushed: Traffic::default(),
-            },
-            commits: latencies(message.commits)?,
-            commit_failed_count: message.commit_failed_count,
-            worn_bytes: message.worn_bytes,
-            worn: (message.worn.into_iter())
-                .map(|proto::DeviceWear { number, bytes }| DeviceWear { number, bytes })
-                .collect(),
-            damaged_count: message.damaged_count,
-        })
+        let name = JobName::new(std::mem::take(&mut message.job))
+            .map_err(|fault| misunderstood(format!("a job's name ({fault})")))?;
+        let state = JobState {
+            commit,
+            ..JobState::new(message.uid, name)
+        };
+        let counts = Counts {
+            read: traffic(message.read.take())?,
+            written: traffic(message.written.take())?,
+            flushed: Traffic::default(),
+        };
+        let mut view = Self::new(state, counts);
+        read(samples::JOB, &mut view, &message);
+        view.commits = latencies(message.commits)?;
+        view.worn = (message.worn.into_iter())
+            .map(|proto::DeviceWear { number, bytes }| DeviceWear { number, bytes })
+            .collect();
+        Ok(view)
     }
 }
 
@@ -282,89 +238,8 @@ fn latencies(message: Option<proto::Latencies>) -> Result<Latencies, Misundersto
 
 #[cfg(test)]
 mod tests {
+    use super::super::samples::tests::whole;
     use super::*;
-
-    fn traffic(seed: u64) -> Traffic {
-        let mut latencies = Latencies::default();
-        latencies.record(seed * 1_000_003);
-        latencies.record(seed * 70_001);
-        Traffic {
-            bytes: seed,
-            failed_count: seed + 1,
-            retried_count: seed + 2,
-            latencies,
-        }
-    }
-
-    fn whole() -> Snapshot {
-        Snapshot {
-            uptime: Duration::from_millis(1234),
-            arena_used_bytes: 5,
-            arena_bytes_max: 6,
-            session_count: 2,
-            rebalance_bytes_per_s_max: Some(0),
-            read_only: Some("a device".into()),
-            devices: vec![DeviceView {
-                state: DeviceState {
-                    path: "/mnt/a".into(),
-                    block_bytes: BLOCK_BYTES,
-                    data_bytes: 7,
-                    free_bytes: 8,
-                    read_bytes_per_s: 9,
-                    write_bytes_per_s: 10,
-                    status: DeviceStatus::settled(0),
-                },
-                counts: Counts {
-                    read: traffic(11),
-                    written: traffic(12),
-                    flushed: traffic(13),
-                },
-                queue_depth: 14,
-                queue_depth_max: 15,
-                busy: Duration::from_nanos(16),
-                slow: true,
-                trouble: Some("it hangs".into()),
-                worn_bytes: 33,
-                rated_bytes: Some(0),
-                damaged_count: 36,
-            }],
-            jobs: vec![JobView {
-                state: JobState {
-                    uid: 17,
-                    job: JobName::new("tiny").unwrap(),
-                    job_id: Some(35),
-                    reserved_bytes: 18,
-                    session_count: 19,
-                    arena_bytes: 20,
-                    slot_count: 21,
-                    slot_used_count: 22,
-                    weights: Weights { user: 300, job: 38 },
-                    reading_count: 23,
-                    writing_count: 24,
-                    commit: CommitState::Gathering {
-                        ranks_called: 25,
-                        ranks: 26,
-                    },
-                    newest_generation: 27,
-                    working_generation: 28,
-                    poisoned: true,
-                },
-                counts: Counts {
-                    read: traffic(29),
-                    written: traffic(30),
-                    flushed: Traffic::default(),
-                },
-                commits: traffic(31).latencies,
-                commit_failed_count: 32,
-                worn_bytes: 34,
-                worn: vec![DeviceWear {
-                    number: 39,
-                    bytes: 40,
-                }],
-                damaged_count: 37,
-            }],
-        }
-    }
 
     #[test]
     fn a_snapshot_comes_back_as_it_was() {

@@ -2,8 +2,11 @@
 //!
 //! ```text
 //!   driver ──started, ended──▶ Ledger ─┐
-//!   core ───── state of devices, jobs ─┴─▶ Snapshot ──▶ gRPC call, OpenMetrics text, `offloadd top`
+//!   core ───── state of devices, jobs ─┴─▶ Snapshot ──samples──▶ gRPC call, OpenMetrics text, `offloadd top --json`
+//!                                                  └────────────▶ the table of `offloadd top`
 //! ```
+//!
+//! [`samples`] lists every number once, with its names.
 //!
 //! The owner thread counts, so there is no lock; a snapshot copies. Counters start at 0 with the daemon, except wear, which is stored
 //! on the devices.
@@ -18,6 +21,7 @@ pub mod endurance;
 pub mod latencies;
 pub mod ledger;
 mod message;
+pub mod samples;
 pub mod slowness;
 pub mod text;
 
@@ -56,7 +60,7 @@ pub struct Counts {
 }
 
 /// Metrics of the daemon at one moment.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Snapshot {
     /// Time since the owner thread started; rates are computed with this clock.
     pub uptime: Duration,
@@ -101,6 +105,24 @@ pub struct DeviceView {
     pub damaged_count: u64,
 }
 
+impl DeviceView {
+    /// Returns a device of which nothing is counted yet.
+    pub fn new(state: DeviceState, counts: Counts) -> Self {
+        Self {
+            state,
+            counts,
+            queue_depth: 0,
+            queue_depth_max: 0,
+            busy: Duration::ZERO,
+            slow: false,
+            trouble: None,
+            worn_bytes: 0,
+            rated_bytes: None,
+            damaged_count: 0,
+        }
+    }
+}
+
 /// Metrics of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobView {
@@ -118,6 +140,21 @@ pub struct JobView {
     pub worn: Vec<DeviceWear>,
     /// Damaged tiles found by its sessions.
     pub damaged_count: u64,
+}
+
+impl JobView {
+    /// Returns a job of which nothing is counted yet.
+    pub fn new(state: JobState, counts: Counts) -> Self {
+        Self {
+            state,
+            counts,
+            commits: Latencies::default(),
+            commit_failed_count: 0,
+            worn_bytes: 0,
+            worn: Vec::new(),
+            damaged_count: 0,
+        }
+    }
 }
 
 /// Bytes that a measurement or a scrub moves without the queue.

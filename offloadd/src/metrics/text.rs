@@ -1,4 +1,5 @@
-//! A [`Snapshot`] as OpenMetrics text for Prometheus. `configs/grafana.json` draws these metrics.
+//! A [`Snapshot`] as OpenMetrics text for Prometheus: the numbers of [`samples`], histograms, and what has labels of its own.
+//! `configs/grafana.json` draws these metrics.
 //!
 //! Leaves out jobs without a session that moved nothing since the start, because a store may hold a thousand jobs.
 
@@ -11,8 +12,8 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
+use super::samples::{self, MetricUnit, Numbered, Sample};
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
-use crate::core::CommitState;
 
 /// Value of the HTTP header `Content-Type`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -34,255 +35,9 @@ type Labels = Vec<(&'static str, String)>;
 /// Samples of a metric: labels and value.
 type Lines<V> = Vec<(Labels, V)>;
 
-/// Metric with one number for each `T`: a device, a job, or the snapshot itself.
-struct Metric<T> {
-    kind: MetricType,
-    name: &'static str,
-    help: &'static str,
-    unit: Option<Unit>,
-    value: fn(&T) -> f64,
-}
-
-const fn gauge<T>(
-    name: &'static str,
-    help: &'static str,
-    unit: Option<Unit>,
-    value: fn(&T) -> f64,
-) -> Metric<T> {
-    Metric {
-        kind: MetricType::Gauge,
-        name,
-        help,
-        unit,
-        value,
-    }
-}
-
-const fn counter<T>(
-    name: &'static str,
-    help: &'static str,
-    unit: Option<Unit>,
-    value: fn(&T) -> f64,
-) -> Metric<T> {
-    Metric {
-        kind: MetricType::Counter,
-        name,
-        help,
-        unit,
-        value,
-    }
-}
-
 fn flag(is_set: bool) -> f64 {
     f64::from(u8::from(is_set))
 }
-
-static WHOLE: [Metric<Snapshot>; 5] = [
-    gauge(
-        "offloadd_uptime",
-        "Time since the daemon started, when its counters began at 0",
-        Some(Unit::Seconds),
-        |s| s.uptime.as_secs_f64(),
-    ),
-    gauge(
-        "offloadd_arena_used",
-        "Host memory in use by all sessions",
-        Some(Unit::Bytes),
-        |s| s.arena_used_bytes as f64,
-    ),
-    gauge(
-        "offloadd_arena_max",
-        "Limit of the host memory of all sessions together",
-        Some(Unit::Bytes),
-        |s| s.arena_bytes_max as f64,
-    ),
-    gauge(
-        "offloadd_sessions",
-        "Open sessions, one per process",
-        None,
-        |s| s.session_count as f64,
-    ),
-    gauge(
-        "offloadd_read_only",
-        "1 if a device failed a write while the daemon started: the store is read-only until a restart",
-        None,
-        |s| flag(s.read_only.is_some()),
-    ),
-];
-
-static DEVICE: [Metric<DeviceView>; 14] = [
-    gauge(
-        "offloadd_device_queue_depth",
-        "Operations on the device and in the daemon's queue for it",
-        None,
-        |d| d.queue_depth as f64,
-    ),
-    gauge(
-        "offloadd_device_queue_depth_max",
-        "Maximum of the queue depth since the daemon started",
-        None,
-        |d| d.queue_depth_max as f64,
-    ),
-    counter(
-        "offloadd_device_busy",
-        "Time with at least one operation on the device",
-        Some(Unit::Seconds),
-        |d| d.busy.as_secs_f64(),
-    ),
-    gauge(
-        "offloadd_device_slow",
-        "1 while the device is much slower than its measured rates",
-        None,
-        |d| flag(d.slow),
-    ),
-    counter(
-        "offloadd_device_worn",
-        "Bytes written to the device since it was formatted",
-        Some(Unit::Bytes),
-        |d| d.worn_bytes as f64,
-    ),
-    counter(
-        "offloadd_device_tiles_damaged",
-        "Tiles whose checksum did not match when they were read",
-        None,
-        |d| d.damaged_count as f64,
-    ),
-    gauge(
-        "offloadd_device_data",
-        "Space for tiles on the device",
-        Some(Unit::Bytes),
-        |d| d.state.data_bytes as f64,
-    ),
-    gauge(
-        "offloadd_device_free",
-        "Space for tiles that no job has reserved",
-        Some(Unit::Bytes),
-        |d| d.state.free_bytes as f64,
-    ),
-    gauge(
-        "offloadd_device_to_move",
-        "Bytes still to be moved to the device after it was added, or from it while it is drained",
-        Some(Unit::Bytes),
-        |d| d.state.status.left_bytes as f64,
-    ),
-    gauge(
-        "offloadd_device_stuck",
-        "1 while tiles that should move to or from the device do not; offloadd top shows the reason",
-        None,
-        |d| flag(d.state.status.is_stuck()),
-    ),
-    gauge(
-        "offloadd_device_trouble",
-        "1 while the device hangs or its file is deleted; offloadd top shows the reason",
-        None,
-        |d| flag(d.trouble.is_some()),
-    ),
-    gauge(
-        "offloadd_device_waits_for_start",
-        "1 while a drained device holds only what moves at the next start of offloadd",
-        None,
-        |d| flag(d.state.status.waits_for_start),
-    ),
-    gauge(
-        "offloadd_device_measured_read_bytes_per_second",
-        "Read rate measured by format or calibrate; 0 if unknown",
-        None,
-        |d| d.state.read_bytes_per_s as f64,
-    ),
-    gauge(
-        "offloadd_device_measured_written_bytes_per_second",
-        "Write rate measured by format or calibrate; 0 if unknown",
-        None,
-        |d| d.state.write_bytes_per_s as f64,
-    ),
-];
-
-static JOB: [Metric<JobView>; 14] = [
-    counter(
-        "offloadd_job_commits_failed",
-        "Commit calls that failed",
-        None,
-        |job| job.commit_failed_count as f64,
-    ),
-    counter(
-        "offloadd_job_worn",
-        "Bytes written by the job since it was defined, including to devices that have left the store",
-        Some(Unit::Bytes),
-        |job| job.worn_bytes as f64,
-    ),
-    counter(
-        "offloadd_job_tiles_damaged",
-        "Tiles whose checksum did not match when they were read",
-        None,
-        |job| job.damaged_count as f64,
-    ),
-    gauge(
-        "offloadd_job_weight",
-        "Weight of the job's bandwidth relative to its user's other jobs",
-        None,
-        |job| f64::from(job.state.weights.job),
-    ),
-    gauge(
-        "offloadd_job_sessions",
-        "Open sessions of the job",
-        None,
-        |job| job.state.session_count as f64,
-    ),
-    gauge(
-        "offloadd_job_arena",
-        "Host memory of the job's sessions",
-        Some(Unit::Bytes),
-        |job| job.state.arena_bytes as f64,
-    ),
-    gauge(
-        "offloadd_job_reserved",
-        "Space reserved for the job on all devices",
-        Some(Unit::Bytes),
-        |job| job.state.reserved_bytes as f64,
-    ),
-    gauge(
-        "offloadd_job_slots",
-        "Slots in the arenas of the job's sessions",
-        None,
-        |job| job.state.slot_count as f64,
-    ),
-    gauge(
-        "offloadd_job_slots_used",
-        "Slots that a tile is read into or written from",
-        None,
-        |job| job.state.slot_used_count as f64,
-    ),
-    gauge(
-        "offloadd_job_tiles_reading",
-        "Tiles being read",
-        None,
-        |job| job.state.reading_count as f64,
-    ),
-    gauge(
-        "offloadd_job_tiles_writing",
-        "Tiles being written",
-        None,
-        |job| job.state.writing_count as f64,
-    ),
-    gauge(
-        "offloadd_job_committing",
-        "1 while a commit is in progress",
-        None,
-        |job| flag(job.state.commit != CommitState::None),
-    ),
-    gauge(
-        "offloadd_job_generation",
-        "Newest durable generation",
-        None,
-        |job| job.state.newest_generation as f64,
-    ),
-    gauge(
-        "offloadd_job_poisoned",
-        "1 after a failed flush or record until the job resumes, and while the store is read-only",
-        None,
-        |job| flag(job.state.poisoned),
-    ),
-];
 
 impl Collector for Page {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
@@ -295,7 +50,7 @@ impl Collector for Page {
             None,
             vec![(build, 1.0)],
         )?;
-        page.table(&WHOLE, iter::once(snapshot), |_| Labels::new())?;
+        page.samples(samples::DAEMON, iter::once(snapshot), |_| Labels::new())?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
         page.users(&jobs)?;
@@ -322,16 +77,7 @@ impl Encoder<'_, '_> {
     fn devices(&mut self, devices: &[DeviceView]) -> fmt::Result {
         let labels = |device: &DeviceView| vec![("device", device.state.path.clone())];
         self.counts("device", devices.iter(), labels, |device| &device.counts)?;
-        self.table(&DEVICE, devices.iter(), labels)?;
-        let rated = devices
-            .iter()
-            .filter_map(|d| Some((labels(d), d.rated_bytes? as f64)));
-        self.gauge(
-            "offloadd_device_rated_written",
-            "Rated endurance (rated_tbw in the settings)",
-            Some(&Unit::Bytes),
-            rated.collect(),
-        )?;
+        self.samples(samples::DEVICE, devices.iter(), labels)?;
         let phases = devices.iter().flat_map(|d| {
             ["settled", "filling", "draining"].map(|phase| {
                 let mut labels = labels(d);
@@ -372,7 +118,7 @@ impl Encoder<'_, '_> {
                 .map(|job| (job_labels(job), &job.commits))
                 .collect(),
         )?;
-        self.table(&JOB, each, job_labels)
+        self.samples(samples::JOB, each, job_labels)
     }
 
     fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
@@ -396,24 +142,26 @@ impl Encoder<'_, '_> {
         )
     }
 
-    /// One line of each metric for each item.
-    fn table<'i, T: 'i>(
+    /// One line of each metric for each item that has the number.
+    fn samples<'i, T: Numbered + 'i>(
         &mut self,
-        metrics: &[Metric<T>],
+        samples: &[Sample<T>],
         items: impl Iterator<Item = &'i T> + Clone,
         labels: impl Fn(&T) -> Labels,
     ) -> fmt::Result {
-        for metric in metrics {
+        for sample in samples {
+            let Some(metric) = sample.metric else {
+                continue;
+            };
+            let unit = metric.unit.map(|unit| match unit {
+                MetricUnit::Bytes => Unit::Bytes,
+                MetricUnit::Seconds => Unit::Seconds,
+            });
             let lines = items
                 .clone()
-                .map(|item| (labels(item), (metric.value)(item)));
-            self.numbers(
-                metric.name,
-                metric.help,
-                metric.unit.as_ref(),
-                metric.kind,
-                lines.collect(),
-            )?;
+                .filter_map(|item| Some((labels(item), (sample.value)(item).to_f64()?)));
+            let lines = lines.collect();
+            self.numbers(metric.name, metric.help, unit.as_ref(), metric.kind, lines)?;
         }
         Ok(())
     }

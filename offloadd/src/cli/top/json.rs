@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use offloadd::metrics::samples::{self, Numbered, Sample, Value as Number};
 use offloadd::metrics::{Counts, Latencies, Snapshot, Traffic};
 use serde_json::{Value, json};
 
@@ -21,24 +22,13 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         let more = json!({
             "device": device.state.path,
             "busy_fraction": busy.as_secs_f64() / seconds,
-            "queue_depth": device.queue_depth,
-            "queue_depth_max": device.queue_depth_max,
             "flushed": traffic(&device.counts.flushed),
-            "slow": device.slow,
             "trouble": device.trouble,
-            "worn_bytes": device.worn_bytes,
-            "rated_bytes": device.rated_bytes,
-            "damaged_count": device.damaged_count,
-            "data_bytes": device.state.data_bytes,
-            "free_bytes": device.state.free_bytes,
             "phase": device.state.status.phase_name(),
-            "left_bytes": device.state.status.left_bytes,
             "stuck": device.state.status.stuck,
-            "waits_for_start": device.state.status.waits_for_start,
-            "measured_read_bytes_per_s": device.state.read_bytes_per_s,
-            "measured_write_bytes_per_s": device.state.write_bytes_per_s,
         });
         merge(&mut value, more);
+        merge(&mut value, numbers(samples::DEVICE, device));
         value
     });
     let users = users::users(before, now, seconds);
@@ -50,46 +40,44 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         let more = json!({
             "job": state.job.as_str(),
             "uid": state.uid,
-            "session_count": state.session_count,
-            "arena_bytes": state.arena_bytes,
-            "reserved_bytes": state.reserved_bytes,
-            "worn_bytes": job.worn_bytes,
             "worn": job.worn.iter().map(|worn| json!({
                 "device": path_of(now, worn.number),
                 "worn_bytes": worn.bytes,
             })).collect::<Vec<_>>(),
-            "damaged_count": job.damaged_count,
-            "slot_count": state.slot_count,
-            "slot_used_count": state.slot_used_count,
-            "user_weight": state.weights.user,
-            "weight": state.weights.job,
             "actual": users::fraction_of(&users, state.uid, &moved),
-            "reading_count": state.reading_count,
-            "writing_count": state.writing_count,
             "blocked_on": blocked_on(job, now),
-            "newest_generation": state.newest_generation,
-            "working_generation": state.working_generation,
             "commit_count": job.commits.count(),
-            "commit_failed_count": job.commit_failed_count,
             "commit_ns_p50": ns(&job.commits, 0.5),
             "commit_ns_p99": ns(&job.commits, 0.99),
-            "poisoned": state.poisoned,
         });
         merge(&mut value, more);
+        merge(&mut value, numbers(samples::JOB, job));
         value
     });
-    json!({
+    let mut value = json!({
         "uptime_s": now.uptime.as_secs_f64(),
         "interval_s": seconds,
-        "arena_used_bytes": now.arena_used_bytes,
-        "arena_bytes_max": now.arena_bytes_max,
-        "session_count": now.session_count,
-        "rebalance_bytes_per_s_max": now.rebalance_bytes_per_s_max,
         "read_only": now.read_only,
         "devices": devices.collect::<Vec<_>>(),
         "users": users,
         "jobs": jobs.collect::<Vec<_>>(),
-    })
+    });
+    merge(&mut value, numbers(samples::DAEMON, now));
+    value
+}
+
+/// Numbers of a device, a job or the daemon, by name; `null` if unknown.
+fn numbers<T: Numbered>(samples: &[Sample<T>], of: &T) -> Value {
+    let printed = samples.iter().filter(|sample| sample.in_json);
+    let numbers = printed.map(|sample| {
+        let value = match (sample.value)(of) {
+            Number::Count(count) => json!(count),
+            Number::Flag(is_set) => json!(is_set),
+            Number::Time(time) => json!(time.as_secs_f64()),
+        };
+        (sample.key.to_owned(), value)
+    });
+    Value::Object(numbers.collect())
 }
 
 fn path_of(now: &Snapshot, number: u32) -> Option<&str> {

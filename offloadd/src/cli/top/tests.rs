@@ -28,9 +28,9 @@ fn traffic_of(bytes: u64, count: u64, ns: u64) -> Traffic {
 }
 
 /// After `seconds` in which one job read 6.2 GB/s and wrote 320 MB/s on the first device.
-fn look(seconds: u64) -> Snapshot {
-    let device = |path: &str, counts: Counts, slow| DeviceView {
-        state: DeviceState {
+fn snapshot_after(seconds: u64) -> Snapshot {
+    let device = |path: &str, counts: Counts, slow| {
+        let state = DeviceState {
             path: path.into(),
             block_bytes: BLOCK_BYTES,
             data_bytes: 1 << 40,
@@ -38,26 +38,25 @@ fn look(seconds: u64) -> Snapshot {
             read_bytes_per_s: 6_200_000_000,
             write_bytes_per_s: 3_200_000_000,
             status: DeviceStatus::settled(0),
-        },
-        counts,
-        queue_depth: 12,
-        queue_depth_max: 64,
-        busy: Duration::from_millis(750 * seconds),
-        slow,
-        trouble: None,
-        worn_bytes: 12_300_000_000_000,
-        rated_bytes: slow.then_some(600_000_000_000_000),
-        damaged_count: u64::from(slow),
+        };
+        DeviceView {
+            queue_depth: 12,
+            queue_depth_max: 64,
+            busy: Duration::from_millis(750 * seconds),
+            slow,
+            worn_bytes: 12_300_000_000_000,
+            rated_bytes: slow.then_some(600_000_000_000_000),
+            damaged_count: u64::from(slow),
+            ..DeviceView::new(state, counts)
+        }
     };
     let counts = Counts {
         read: traffic_of(6_200_000_000 * seconds, 100 * seconds, 1_200_000),
         written: traffic_of(320_000_000 * seconds, 100 * seconds, 85_000),
         flushed: Traffic::default(),
     };
-    let job = |name: &str, session_count, commit| JobView {
-        state: JobState {
-            uid: 1000,
-            job: JobName::new(name).unwrap(),
+    let job = |name: &str, session_count, commit| {
+        let state = JobState {
             job_id: Some(1),
             reserved_bytes: 1 << 30,
             session_count,
@@ -73,17 +72,17 @@ fn look(seconds: u64) -> Snapshot {
             commit,
             newest_generation: 41,
             working_generation: 42,
-            poisoned: false,
-        },
-        counts: counts.clone(),
-        commits: traffic_of(0, 41, 23_000_000).latencies,
-        commit_failed_count: 0,
-        worn_bytes: 1_500_000_000,
-        worn: vec![DeviceWear {
-            number: 0,
-            bytes: 1_400_000_000,
-        }],
-        damaged_count: 0,
+            ..JobState::new(1000, JobName::new(name).unwrap())
+        };
+        JobView {
+            commits: traffic_of(0, 41, 23_000_000).latencies,
+            worn_bytes: 1_500_000_000,
+            worn: vec![DeviceWear {
+                number: 0,
+                bytes: 1_400_000_000,
+            }],
+            ..JobView::new(state, counts.clone())
+        }
     };
     let gathering = CommitState::Gathering {
         ranks_called: 3,
@@ -128,16 +127,16 @@ job                                   read     write weight actual     slots  co
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a session
 ";
-    let drawn = draw(&look(10), &look(12));
+    let drawn = draw(&snapshot_after(10), &snapshot_after(12));
     assert_eq!(drawn, expected, "\n{drawn}");
 }
 
 #[test]
 fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
-    let mut now = look(12);
+    let mut now = snapshot_after(12);
     now.read_only = Some("the store is read-only: /mnt/a takes no writes".into());
     now.jobs[0].state.poisoned = true;
-    let drawn = draw(&look(10), &now);
+    let drawn = draw(&snapshot_after(10), &now);
     let second = drawn.lines().nth(1).unwrap();
     assert_eq!(
         second,
@@ -151,17 +150,20 @@ fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
         ),
         "{drawn}"
     );
-    assert_eq!(json(&look(10), &now)["read_only"], json!(now.read_only));
+    assert_eq!(
+        json(&snapshot_after(10), &now)["read_only"],
+        json!(now.read_only)
+    );
     // With a store that takes writes, the job itself failed.
     now.read_only = None;
-    let drawn = draw(&look(10), &now);
+    let drawn = draw(&snapshot_after(10), &now);
     assert!(drawn.contains("  resuming: "), "{drawn}");
     assert!(!drawn.contains("READ-ONLY"), "{drawn}");
 }
 
 #[test]
 fn a_drain_that_is_stuck_says_why() {
-    let mut now = look(12);
+    let mut now = snapshot_after(12);
     now.devices[0].state.status = DeviceStatus {
         number: 3,
         phase: Some(Phase::Draining),
@@ -169,42 +171,42 @@ fn a_drain_that_is_stuck_says_why() {
         stuck: Some("the others have no room".into()),
         waits_for_start: false,
     };
-    let drawn = draw(&look(10), &now);
+    let drawn = draw(&snapshot_after(10), &now);
     let line = drawn.lines().find(|line| line.contains("/mnt/nvme0/"));
     let line = line.unwrap();
     assert!(
         line.ends_with("  drained, 3.0 MiB to move, STUCK: the others have no room"),
         "{line}"
     );
-    let device = &json(&look(10), &now)["devices"][0];
+    let device = &json(&snapshot_after(10), &now)["devices"][0];
     assert_eq!(device["phase"], "draining");
     assert_eq!(device["stuck"], "the others have no room");
     // A device that only waits for a start, and one whose tiles move, are not reported as stuck.
     now.devices[0].state.status.waits_for_start = true;
-    let drawn = draw(&look(10), &now);
+    let drawn = draw(&snapshot_after(10), &now);
     assert!(drawn.contains("to move, the others have"), "{drawn}");
     now.devices[0].state.status.stuck = None;
-    assert!(!draw(&look(10), &now).contains("STUCK"));
+    assert!(!draw(&snapshot_after(10), &now).contains("STUCK"));
 }
 
 #[test]
 fn a_device_that_hangs_says_so_first() {
-    let mut now = look(12);
+    let mut now = snapshot_after(12);
     now.devices[0].trouble = Some("a flush has not ended for 12 s".into());
-    let drawn = draw(&look(10), &now);
+    let drawn = draw(&snapshot_after(10), &now);
     let line = drawn.lines().find(|line| line.contains("/mnt/nvme0/"));
     let line = line.unwrap();
     assert!(
         line.contains("TROUBLE: a flush has not ended for 12 s"),
         "{line}"
     );
-    let device = &json(&look(10), &now)["devices"][0];
+    let device = &json(&snapshot_after(10), &now)["devices"][0];
     assert_eq!(device["trouble"], "a flush has not ended for 12 s");
 }
 
 #[test]
 fn json_says_the_same_in_numbers() {
-    let value = json(&look(10), &look(12));
+    let value = json(&snapshot_after(10), &snapshot_after(12));
     assert_eq!(value["interval_s"], 2.0);
     let device = &value["devices"][0];
     assert_eq!(device["read_bytes_per_s"], 6.2e9);
@@ -229,9 +231,36 @@ fn json_says_the_same_in_numbers() {
     assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
 }
 
+/// Programs read these names.
+#[test]
+fn json_keeps_its_names() {
+    let value = json(&snapshot_after(10), &snapshot_after(12));
+    let names = |value: &Value, names: &str| {
+        let missing = |name: &&str| value.get(name).is_none();
+        let missing: Vec<&str> = names.split_whitespace().filter(missing).collect();
+        assert!(missing.is_empty(), "{missing:?} of {value}");
+    };
+    names(
+        &value,
+        "uptime_s interval_s arena_used_bytes arena_bytes_max session_count rebalance_bytes_per_s_max read_only devices users jobs",
+    );
+    names(
+        &value["devices"][0],
+        "device read_bytes_per_s written_bytes_per_s read_latency_ns_p50 written_latency_ns_p99 read written flushed busy_fraction \
+         queue_depth queue_depth_max slow trouble worn_bytes rated_bytes damaged_count data_bytes free_bytes phase left_bytes stuck \
+         waits_for_start measured_read_bytes_per_s measured_write_bytes_per_s",
+    );
+    names(
+        &value["jobs"][0],
+        "job uid session_count arena_bytes reserved_bytes worn_bytes worn damaged_count slot_count slot_used_count user_weight weight \
+         actual reading_count writing_count blocked_on newest_generation working_generation commit_count commit_failed_count \
+         commit_ns_p50 commit_ns_p99 poisoned",
+    );
+}
+
 /// Two users: one moved three quarters of the bytes with two jobs, the other one quarter.
 fn shared(seconds: u64) -> Snapshot {
-    let mut look = look(seconds);
+    let mut look = snapshot_after(seconds);
     look.session_count = 3;
     let job = |uid, name: &str, weights: [u32; 2], bytes_per_s: u64| {
         let mut job = look.jobs[0].clone();
@@ -285,16 +314,16 @@ gpt (uid 1001)                   2.00 GB/s         -    100   100%      9/64  23
 
 #[test]
 fn a_daemon_that_started_again_in_between_counts_from_its_start() {
-    let mut fresh = look(3);
+    let mut fresh = snapshot_after(3);
     fresh.uptime = Duration::from_secs(3);
-    let value = json(&look(10), &fresh);
+    let value = json(&snapshot_after(10), &fresh);
     assert_eq!(value["interval_s"], 3.0);
     assert_eq!(value["devices"][0]["read_bytes_per_s"], 6.2e9);
 }
 
 #[test]
 fn the_screen_is_never_fuller_than_the_terminal() {
-    let looks = super::Shown::Snapshots(Box::new((look(10), look(12))));
+    let looks = super::Shown::Snapshots(Box::new((snapshot_after(10), snapshot_after(12))));
     let trouble = super::Shown::Trouble("one\n\nthree".into());
     for rows in 1..30 {
         for columns in [1, 2, 79, 300] {

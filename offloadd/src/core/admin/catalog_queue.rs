@@ -130,7 +130,7 @@ impl Admin {
         self.catalog.catalog = first;
     }
 
-    /// Queues the definition of a job that [`Data::define`] reports as new.
+    /// Queues the definition of a job that `Member::define` reports as new.
     ///
     /// # Errors
     /// Changes of the catalog are refused, or too many wait.

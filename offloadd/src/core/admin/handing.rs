@@ -1,6 +1,6 @@
 //! Hands state over to the next daemon when no operation is in flight, and adopts it from the previous one if it fits the store.
 //!
-//! The state is not trusted: store and devices are checked here, jobs and sessions by [`Data::check_adopted`]. What does not
+//! The state is not trusted: store and devices are checked here, jobs and sessions by `Admission::check_adopted`. What does not
 //! fit is left out with a reason. The sessions of a job are adopted all or none, because without one of them its generation
 //! could not be completed.
 
@@ -129,7 +129,8 @@ impl Admin {
         ops: &mut Operations,
     ) -> Result<Vec<AdoptedSession>, String> {
         let numbers = self.devices.numbers_for_hand_over();
-        let checked = data.check_adopted(state, job, indices, already, &numbers)?;
+        let admission = data.admission();
+        let checked = admission.check_adopted(state, job, indices, already, &numbers)?;
         let mut space = self.devices.space.clone();
         for kept in checked.kept_room() {
             if !space.take(kept.extent, kept.bytes) {

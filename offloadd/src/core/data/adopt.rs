@@ -13,6 +13,7 @@ use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
 use offload_support::units::ApproxBytes;
 
 use super::job::{Job, RankState};
+use super::quota::Admission;
 use super::scratch::ScratchTile;
 use super::session::{Session, Stage, ring_entries};
 use super::stored::StoredJob;
@@ -160,72 +161,6 @@ impl Data {
         (sessions.collect(), jobs.collect())
     }
 
-    /// Compares a handed-over job with the devices, and its sessions with the settings. Changes nothing.
-    ///
-    /// # Errors
-    /// The reason why the sessions cannot be adopted.
-    pub(in crate::core) fn check_adopted(
-        &self,
-        state: &message::State,
-        job: &message::Job,
-        indices: &[usize],
-        already: usize,
-        devices: &DeviceNumbers,
-    ) -> Result<CheckedJob, String> {
-        let name = JobName::new(job.name.clone()).map_err(|fault| fault.message)?;
-        let key = JobKey::new(job.uid, name);
-        let stored = self.jobs.get(&key).and_then(|job| job.stored.as_ref());
-        let tiles = check_tiles(stored, job, devices)?;
-        let poison = job.poison.as_ref().map(checked_fault).transpose()?;
-        let gone = job.gone.as_ref().map(checked_fault).transpose()?;
-        if job.local_ranks == 0
-            || job.local_ranks > LOCAL_RANKS_MAX
-            || indices.len() > job.local_ranks as usize
-        {
-            return Err(format!(
-                "it has {} sessions for {} local ranks",
-                indices.len(),
-                job.local_ranks
-            ));
-        }
-        if indices.len() + already > self.limits.sessions_max as usize {
-            return Err(format!(
-                "the settings allow {} sessions",
-                self.limits.sessions_max
-            ));
-        }
-        let mut checked = Vec::new();
-        for &index in indices {
-            let session =
-                self.check_session(&key, job, (index, &state.sessions[index]), devices)?;
-            checked.push(session);
-        }
-        let ranks: BTreeSet<Rank> = checked.iter().map(|session| session.rank).collect();
-        let tokens: HashSet<SessionToken> = checked.iter().map(|session| session.token).collect();
-        if ranks.len() < checked.len() || tokens.len() < checked.len() {
-            return Err("two of its sessions have the same rank or token".into());
-        }
-        if tokens.iter().any(|token| self.sessions.has_token(token)) {
-            return Err("another job's session has the token of one of its sessions".into());
-        }
-        let asked: u64 = checked.iter().map(|s| s.geometry.arena_bytes()).sum();
-        let free_bytes = self.admission().arena_free_bytes();
-        if asked > free_bytes {
-            return Err(format!(
-                "its sessions have {} of host memory, but the settings leave only {}",
-                ApproxBytes(asked),
-                ApproxBytes(free_bytes)
-            ));
-        }
-        Ok(CheckedJob {
-            key,
-            tiles,
-            poison,
-            gone,
-            sessions: checked,
-        })
-    }
-
     /// Adopts a checked job whose space is reserved.
     pub(in crate::core) fn adopt(
         &mut self,
@@ -290,6 +225,74 @@ impl Data {
             scratch: checked.scratch,
         });
         adopted
+    }
+}
+
+impl Admission<'_> {
+    /// Compares a handed-over job with the devices, and its sessions with the settings. Changes nothing.
+    ///
+    /// # Errors
+    /// The reason why the sessions cannot be adopted.
+    pub(in crate::core) fn check_adopted(
+        &self,
+        state: &message::State,
+        job: &message::Job,
+        indices: &[usize],
+        already: usize,
+        devices: &DeviceNumbers,
+    ) -> Result<CheckedJob, String> {
+        let name = JobName::new(job.name.clone()).map_err(|fault| fault.message)?;
+        let key = JobKey::new(job.uid, name);
+        let stored = self.jobs.get(&key).and_then(|job| job.stored.as_ref());
+        let tiles = check_tiles(stored, job, devices)?;
+        let poison = job.poison.as_ref().map(checked_fault).transpose()?;
+        let gone = job.gone.as_ref().map(checked_fault).transpose()?;
+        if job.local_ranks == 0
+            || job.local_ranks > LOCAL_RANKS_MAX
+            || indices.len() > job.local_ranks as usize
+        {
+            return Err(format!(
+                "it has {} sessions for {} local ranks",
+                indices.len(),
+                job.local_ranks
+            ));
+        }
+        if indices.len() + already > self.limits.sessions_max as usize {
+            return Err(format!(
+                "the settings allow {} sessions",
+                self.limits.sessions_max
+            ));
+        }
+        let mut checked = Vec::new();
+        for &index in indices {
+            let session =
+                self.check_session(&key, job, (index, &state.sessions[index]), devices)?;
+            checked.push(session);
+        }
+        let ranks: BTreeSet<Rank> = checked.iter().map(|session| session.rank).collect();
+        let tokens: HashSet<SessionToken> = checked.iter().map(|session| session.token).collect();
+        if ranks.len() < checked.len() || tokens.len() < checked.len() {
+            return Err("two of its sessions have the same rank or token".into());
+        }
+        if tokens.iter().any(|token| self.sessions.has_token(token)) {
+            return Err("another job's session has the token of one of its sessions".into());
+        }
+        let asked: u64 = checked.iter().map(|s| s.geometry.arena_bytes()).sum();
+        let free_bytes = self.arena_free_bytes();
+        if asked > free_bytes {
+            return Err(format!(
+                "its sessions have {} of host memory, but the settings leave only {}",
+                ApproxBytes(asked),
+                ApproxBytes(free_bytes)
+            ));
+        }
+        Ok(CheckedJob {
+            key,
+            tiles,
+            poison,
+            gone,
+            sessions: checked,
+        })
     }
 
     fn check_session(

@@ -13,7 +13,7 @@
 //!   adopt: state that outlives the daemon     snapshot, inspect: reports
 //! ```
 //!
-//! What concerns one job is a method of [`Job`], with the job's state and what it needs of the incarnation as its only inputs.
+//! What concerns one job is a method of [`Job`](job::Job), with the job's state and what it needs of the incarnation as its only inputs.
 //! [`Data`] finds the job, and does what concerns sessions or several jobs.
 
 mod adopt;

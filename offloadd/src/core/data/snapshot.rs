@@ -54,6 +54,29 @@ pub struct JobState {
     pub poisoned: bool,
 }
 
+impl JobState {
+    /// Returns a job without tiles, sessions or generations.
+    pub fn new(uid: u32, job: JobName) -> Self {
+        Self {
+            uid,
+            job,
+            job_id: None,
+            reserved_bytes: 0,
+            weights: Weights::default(),
+            session_count: 0,
+            arena_bytes: 0,
+            slot_count: 0,
+            slot_used_count: 0,
+            reading_count: 0,
+            writing_count: 0,
+            commit: CommitState::None,
+            newest_generation: 0,
+            working_generation: 0,
+            poisoned: false,
+        }
+    }
+}
+
 /// Progress of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CommitState {
@@ -148,21 +171,15 @@ fn state(job: &Job, weights: Weights, read_only: bool) -> JobState {
         },
     };
     JobState {
-        uid: job.key.uid,
-        job: job.key.name.clone(),
         job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
         weights,
-        session_count: 0,
-        arena_bytes: 0,
-        slot_count: 0,
-        slot_used_count: 0,
-        reading_count: 0,
         // Writes that wait for the overwriting mark are not on a device yet.
         writing_count: job.parked.len() as u64,
         commit,
         newest_generation: stored.map_or(0, |stored| stored.newest().0),
         working_generation: job.resumed.map_or(0, |_| job.working.0),
         poisoned: read_only || job.poison.is_some(),
+        ..JobState::new(job.key.uid, job.key.name.clone())
     }
 }
