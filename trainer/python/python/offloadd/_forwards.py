@@ -97,5 +97,5 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
 
 def returned(unit: Unit, output: Any) -> bool:
     """Whether a forward's output has a view of the unit's parameters."""
-    address = unit.flat.untyped_storage().data_ptr()
-    return any(one.layout is torch.strided and one.untyped_storage().data_ptr() == address for one in tensors_in(output))
+    storage = unit.flat.untyped_storage()._cdata
+    return any(one.layout is torch.strided and one.untyped_storage()._cdata == storage for one in tensors_in(output))
