@@ -45,8 +45,8 @@ def companions(patch):
     original = Engine._after_forward
 
     def after_forward(self, units, root, *rest):
-        gathered = list(self.forwards._stack[-1].companions)
-        self.forwards._stack[-1].companions.clear()
+        gathered = list(self.forwards[-1].companions)
+        self.forwards[-1].companions.clear()
         result = original(self, units, root, *rest)
         for unit in gathered:
             if torch._C._current_graph_task_id() == -1 and not unit.root:

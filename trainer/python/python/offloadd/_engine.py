@@ -88,8 +88,8 @@ class Engine:
     def _before_forward(self, units: list[Unit], root: bool, module, args, kwargs):
         if root and self.forwards and calls_of(self.model) < 2:
             # An interrupt ended the forward before: no hook told.
-            self.forwards.forget()
-        begins = not self.forwards.under_way
+            self.forwards.clear()
+        begins = not self.forwards and not in_backward()
         # First: the hook after the forward comes even if gathering fails.
         forward = self.forwards.begin(units)
         if begins:
@@ -117,7 +117,7 @@ class Engine:
         gathering.needs.begin(kind)
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
-        _, companions, number = self.forwards.end()
+        _, companions, number = self.forwards.pop()
         if in_transform():
             # Its backward is its own, and asks nobody for units: they stay until the next pass.
             return output
@@ -166,7 +166,8 @@ class Engine:
                 uses.append((task, first))
 
     def _start_backward(self) -> None:
-        if self.gradients.begin_backward():
+        if not self.gradients.under_way:
+            self.gradients.under_way = True
             self.core.phase(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
             self.gradients.put_away()
@@ -207,7 +208,7 @@ class Engine:
 
     def forget_gradients(self, zero: bool = False, of: Optional[set[int]] = None) -> None:
         """Drops this step's gradients, or makes them `zero`, and what a forward or a backward has left that did not end: see `Gradients.forget`."""
-        self.forwards.forget()
+        self.forwards.clear()
         half = self.gradients.half_backward
         if half:
             self._active.clear()
@@ -218,7 +219,7 @@ class Engine:
     def updated(self) -> None:
         """The step's update was ordered: parameters that are here are stale. Handles of the gradients stay until they are dropped."""
         gathering = self.gathering
-        self.forwards.forget()
+        self.forwards.clear()
         for unit in gathering.units:
             unit.watch.end()
             unit.fresh = unit.fresh and not unit.trained

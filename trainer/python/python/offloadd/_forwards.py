@@ -23,41 +23,28 @@ class Forward(NamedTuple):
     number: int
 
 
-class Forwards:
+class Forwards(list[Forward]):
     """Those under way, the outermost first."""
-
-    def __init__(self) -> None:
-        self._stack: list[Forward] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._stack)
 
     def begin(self, units: list[Unit]) -> Forward:
         made = Forward(units, [], torch.autograd._get_sequence_nr())
-        self._stack.append(made)
+        self.append(made)
         return made
-
-    def end(self) -> Forward:
-        return self._stack.pop()
-
-    def forget(self) -> None:
-        """Forgets those whose end no hook told."""
-        self._stack.clear()
 
     def release_with_innermost(self, units: list[Unit]) -> None:
         """Lets the innermost module release units when it ends, and gather them again for its backward."""
-        self._stack[-1].companions.extend(units)
+        self[-1].companions.extend(units)
 
     @property
     def under_way(self) -> bool:
         """Whether a forward or a backward is."""
-        return bool(self._stack) or in_backward()
+        return bool(self) or in_backward()
 
     def position(self) -> str:
         """The position of the program, for people."""
         if in_backward():
             return "backward"
-        if not self._stack:
+        if not self:
             return "outside of forward and backward"
         return "forward" if torch.is_grad_enabled() else "forward without gradients"
 
@@ -97,5 +84,5 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
 
 def returned(unit: Unit, output: Any) -> bool:
     """Whether a forward's output has a view of the unit's parameters."""
-    address = unit.flat.untyped_storage().data_ptr()
-    return any(one.layout is torch.strided and one.untyped_storage().data_ptr() == address for one in tensors_in(output))
+    storage = unit.flat.untyped_storage()._cdata
+    return any(one.layout is torch.strided and one.untyped_storage()._cdata == storage for one in tensors_in(output))

@@ -133,6 +133,7 @@ class Gathering:
         """The unit's memory, for new values; it is released afterwards if it was."""
         absent = not unit.here
         if absent:
+            unit.access.allow()
             unit.flat.untyped_storage().resize_(unit.bytes)
             unit.here = True
             self._open(unit)

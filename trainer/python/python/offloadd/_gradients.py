@@ -29,7 +29,7 @@ class Gradients:
         self._had: dict[Unit, int] = {}
         self._complete: dict[tuple, bool] = {}
         # Whether a backward has begun and not ended, and whether one did not end, so that gradients are missing.
-        self._in_backward = self.broken = False
+        self.under_way = self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
         # Parameters whose gradients were handed over in this step, and the units of this backward: their sums come at its end.
@@ -50,21 +50,14 @@ class Gradients:
 
     # A backward
 
-    def begin_backward(self) -> bool:
-        """Returns whether this is the beginning of a backward."""
-        if self._in_backward:
-            return False
-        self._in_backward = True
-        return True
-
     @property
     def half_backward(self) -> bool:
         """Whether the last backward did not end."""
-        return self._in_backward and not in_backward()
+        return self.under_way and not in_backward()
 
     def drop_half(self) -> None:
         """Drops what a backward brought that did not end: it is no gradient of anything."""
-        self._in_backward, self.broken = False, True
+        self.under_way, self.broken = False, True
         self._times.clear()
         self._had.clear()
         for unit in self._gathering.units:
@@ -90,7 +83,7 @@ class Gradients:
         """All gradients were handed over."""
         self._times.clear()
         self._had.clear()
-        self._in_backward = False
+        self.under_way = False
         self._collect_sums()
 
     def put_away(self) -> None:

@@ -62,12 +62,14 @@ class HostMemory:
 
     def expect(self, unit: Unit) -> None:
         storage = unit.flat.untyped_storage()
+        unit.access.allow()
         storage.resize_(unit.bytes)
         try:
             self._core.gather(unit.index, storage.data_ptr())
         except BaseException:
             if not unit.here:
                 storage.resize_(0)
+                unit.access.forbid()
             raise
 
     def ready(self, unit: Unit) -> None:
@@ -77,6 +79,7 @@ class HostMemory:
         storage = unit.flat.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
+            unit.access.forbid()
         else:
             # An array of numpy's shares it and keeps it.
             unit.leave()
@@ -155,7 +158,7 @@ class GpuMemory:
         """Makes a unit's parameters views of a flat tensor on the GPU, without memory there unless `keep`."""
         unit.move(self._gpu.empty(unit.room_elems, unit.dtype), copy=keep)
         if not keep:
-            self._gpu.free(unit.flat.untyped_storage())
+            self._free(unit)
             unit.here = False
 
     def expect(self, unit: Unit) -> None:
@@ -164,6 +167,7 @@ class GpuMemory:
             self._mover.release(unit.index, self._gpu.stream())
         storage = unit.flat.untyped_storage()
         if storage.size() == 0:
+            unit.access.allow()
             self._gpu.allocate(storage, unit.bytes)
         self._mover.expect(unit.index, storage.data_ptr())
 
@@ -172,7 +176,11 @@ class GpuMemory:
 
     def release(self, unit: Unit) -> None:
         self._mover.release(unit.index, self._gpu.stream())
+        self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
         self._gpu.free(unit.flat.untyped_storage())
+        unit.access.forbid()
 
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
         self._turn = (self._turn + 1) % _GRADIENT_BUFFERS

@@ -1,4 +1,8 @@
-"""Functions of torch that reach a tensor's memory below `__torch_function__`: they take copies of released parameters, or refuse them."""
+"""Functions of torch that reach a tensor's memory below `__torch_function__`: they take copies of released parameters, or refuse them.
+
+A name that a script took before is not changed here. Where torch looks a function up when it is called, that one is changed, so that it does not
+matter; otherwise the memory itself refuses (`_storage`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ._errors import NotSupported
-from ._released import Released, outside_transforms
+from ._released import Released, in_tiles, outside_transforms, replaced, written
 
 _Tensor = torch.Tensor
 
@@ -33,16 +37,17 @@ def take_copies() -> None:
         *((torch, name) for name in ("tensor", *sparse)),
         (_Tensor, "new_tensor"),
         *((torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")),
-        *((eager_transforms, "_wrap_for_grad"), (eager_transforms, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")),
+        *((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"), (torch.nested, "nested_tensor")),
     ):
         if hasattr(owner, name):
             setattr(owner, name, _taking_copies(getattr(owner, name)))
-    for module in (eager_transforms, torch.func):
-        module.functionalize = _functionalize(module.functionalize)
+    _functionalize_copies(eager_transforms)
+    for owner, name in ((torch.utils, "swap_tensors"), (torch._C, "_swap_tensor_impl")):
+        setattr(owner, name, _refusing_released("swap_tensors", getattr(owner, name)))
     if torch.distributed.is_available():
         for name in _COLLECTIVES:
             if hasattr(torch.distributed.ProcessGroup, name):
-                setattr(torch.distributed.ProcessGroup, name, _refusing_released(getattr(torch.distributed.ProcessGroup, name)))
+                setattr(torch.distributed.ProcessGroup, name, _refusing_to_send(getattr(torch.distributed.ProcessGroup, name)))
 
 
 def _taking_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,9 +63,44 @@ def _taking_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _functionalize(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.func.functionalize, whose functions compare what they are given with what they have made of it."""
-    return functools.wraps(plain)(lambda *args, **kwargs: _taking_copies(plain(*args, **kwargs)))
+def _functionalize_copies(transforms: Any) -> None:
+    """Lets functions of torch.func.functionalize work on copies. They compare what they were given with what they have made of it, and write to it
+    what was changed."""
+    wrap, compare, propagate = transforms._wrap_functional_tensor, transforms._assert_wrapped_functional, transforms._propagate_functional_input_mutation
+
+    def wrap_copy(tensor: Any, level: int) -> Any:
+        if not isinstance(tensor, Released):
+            return wrap(tensor, level)
+        with outside_transforms():
+            copy = tensor.clone()
+        wrapped = wrap(copy, level)
+        wrapped._offloadd_copy = tensor, copy, copy._version
+        return wrapped
+
+    def compare_with_copy(given: Any, wrapped: Any) -> None:
+        compare(getattr(wrapped, "_offloadd_copy", (None, given))[1], wrapped)
+
+    def propagate_to_copy(given: Any, wrapped: Any) -> None:
+        param, copy, version = getattr(wrapped, "_offloadd_copy", (None, given, None))
+        propagate(copy, wrapped)
+        if param is not None and copy._version != version:
+            raise written("functionalize", in_tiles(param))
+
+    transforms._wrap_functional_tensor, transforms._assert_wrapped_functional = wrap_copy, compare_with_copy
+    transforms._propagate_functional_input_mutation = propagate_to_copy
+
+
+def _refusing_released(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that refuses released parameters."""
+
+    @functools.wraps(plain)
+    def call(*tensors: Any) -> Any:
+        for one in tensors:
+            if isinstance(one, Released):
+                raise replaced(name, one)
+        return plain(*tensors)
+
+    return call
 
 
 def _has_released(one: Any) -> bool:
@@ -82,7 +122,7 @@ _COLLECTIVES += ("allgather_coalesced", "gather", "scatter", "reduce_scatter", "
 _COLLECTIVES += ("alltoall_base", "alltoall", "send", "recv", "recv_anysource")
 
 
-def _refusing_released(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_to_send(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A process group's method that refuses released parameters."""
 
     @functools.wraps(plain)

@@ -45,7 +45,7 @@ _ITSELF = {
     *(_Tensor.grad.__set__, _Tensor.grad.__delete__, _Tensor.size, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.ndimension, _Tensor.__hash__),
     *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.stride, _Tensor.is_contiguous, _Tensor.element_size),
     *(_Tensor.storage_offset, _Tensor.get_device, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook, _Tensor.__len__),
-    *(_Tensor.retain_grad, _Tensor.is_same_size, _Tensor.is_set_to, _Tensor.is_inference, _Tensor.is_pinned, _Tensor.dim_order),
+    *(_Tensor.retain_grad, _Tensor.is_same_size, _Tensor.is_set_to, _Tensor.is_inference, _Tensor.dim_order),
     *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full),
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type, torch.is_same_size),
@@ -142,13 +142,13 @@ class Released(nn.Parameter):
         if func in _REPLACES and isinstance(args[0], Released):
             if func == _Tensor.data.__set__ and reader.is_same(args[0], args[1]):
                 return None
-            raise _replaced(_REPLACES[func], args[0])
+            raise replaced(_REPLACES[func], args[0])
         return reader.read(away, func, args, kwargs)
 
     # PyTorch hands these to no __torch_function__.
 
     def set_(self, *args, **kwargs):
-        raise _replaced("set_", self)
+        raise replaced("set_", self)
 
     def as_subclass(self, cls):
         return self.clone().as_subclass(cls)
@@ -189,8 +189,8 @@ def _address_of(func: Callable[..., Any], copy: "Copied") -> Any:
         return func(kept)
 
 
-def _replaced(what: str, param: Released) -> NotSupported:
-    return NotSupported(f"{what} on {param.reader.name(param)}, whose values are in tiles: {BEFORE}")
+def replaced(what: str, param: Released) -> NotSupported:
+    return NotSupported(f"{what} on {in_tiles(param)}")
 
 
 class Copied(_Tensor):
@@ -268,6 +268,10 @@ def by_other_optimizer(name: str) -> Optional[NotSupported]:
     return None
 
 
+def in_tiles(param: Released) -> str:
+    return _in_tiles(param.reader.name, param)
+
+
 def _in_tiles(name: Callable[[Any], str], param: nn.Parameter) -> str:
     return f"{name(param)}, whose values are in tiles: {BEFORE}"
 
@@ -300,7 +304,9 @@ def _address(one: _Tensor) -> Optional[int]:
     """Where a tensor's memory lies, if it has some."""
     if type(one) not in (_Tensor, Copied) or one.layout is not torch.strided or one.is_meta or not one.numel():
         return None
-    return one.untyped_storage().data_ptr()
+    storage = one.untyped_storage()
+    # That of a released unit has none, and is not to be looked at.
+    return storage.data_ptr() if storage.nbytes() else None
 
 
 def on_copies(reader: Reader, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+from ._storage import Access
 
 # Reached here without what a prepared model makes of `param.data`.
 _DATA = torch.Tensor.data
@@ -60,6 +61,8 @@ class Unit:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     # Notices writes to the parameters while they are in memory: a `Watch` of _watch.py.
     watch: Any = None
+    # Whether native code may read and write the flat tensor.
+    access: Optional[Access] = None
 
     def __repr__(self) -> str:
         # torch writes hooks into warnings, and hooks have units.
@@ -96,12 +99,13 @@ class Unit:
                 if copy:
                     view.copy_(param)
                 _DATA.__set__(param, view)
-        self.flat = flat
+        self._lie_in(flat)
 
     def leave(self) -> None:
         """Leaves the memory to somebody who holds it, and makes the parameters views of a flat tensor without memory."""
         self.move(torch.empty(self.room_elems, dtype=self.dtype, device=self.flat.device), copy=False)
         self.flat.untyped_storage().resize_(0)
+        self.access.forbid()
 
     def place_meta(self) -> None:
         """Gives parameters of the meta device a place in a flat tensor that has no memory yet. They stay the same objects."""
@@ -110,7 +114,12 @@ class Unit:
             view = self.view_of(flat, param, offset)
             torch.utils.swap_tensors(param, nn.Parameter(view, requires_grad=param.requires_grad))
         flat.untyped_storage().resize_(0)
-        self.flat, self.here = flat, False
+        self._lie_in(flat)
+        self.access.forbid()
+        self.here = False
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        self.flat, self.access = flat, Access(flat.untyped_storage(), self.name)
 
     @staticmethod
     def view_of(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:

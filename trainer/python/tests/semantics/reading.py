@@ -9,11 +9,18 @@ import weakref
 
 import numpy
 import torch
+
+# As scripts take names: before any model is prepared.
+from torch import tensor as tensor_of_before
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, functionalize as functionalize_of_before
+from torch.utils.dlpack import to_dlpack as to_dlpack_of_before
 
 from table import Block, Theme, net
+
+# Of the error that the memory of a released block raises, whoever reaches for it.
+RELEASED = "is used after it was released, and the values are in tiles"
 
 read = Theme("read", changes=False)
 
@@ -140,6 +147,72 @@ def _(s):
             return grad * 2 + 0 * ctx.saved_tensors[0]
 
     return torch.autograd.grad(Double.apply(s.w).square().sum(), s.w)[0]
+
+
+def _untold(s, read):
+    """Reads a weight and a bias where nothing tells that they are parameters."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return read(s.w, s.b)
+
+
+unseen = Theme("read below PyTorch's dispatch", changes=False)
+
+unseen.refused("`from torch import tensor` before `prepare`", RELEASED, lambda s: tensor_of_before(s.w), error=RuntimeError)
+unseen.equal("`tensor` of a list of elements, imported before `prepare`", lambda s: tensor_of_before([s.w[0, 0], s.w[1, 0]]))
+unseen.refused("`from torch.utils.dlpack import to_dlpack`", RELEASED, lambda s: to_dlpack_of_before(s.w), error=RuntimeError)
+unseen.refused("`torch.Tensor(w)`", RELEASED, lambda s: torch.Tensor(s.w) + 1, error=RuntimeError)
+unseen.refused("`torch.FloatTensor(w)`", RELEASED, lambda s: torch.FloatTensor(s.w).sum(), error=RuntimeError)
+unseen.refused("`torch.sparse.FloatTensor(i, w)`", RELEASED, lambda s: torch.sparse.FloatTensor(torch.arange(16)[None], s.b).to_dense(), error=RuntimeError)
+unseen.refused("`torch.empty(0).set_(w)`", RELEASED, lambda s: torch.empty(0).set_(s.w).sum(), error=RuntimeError)
+unseen.refused("a tensor whose `data` is a weight", RELEASED, lambda s: _as_data(s), error=RuntimeError)
+unseen.equal("`torch.nested.nested_tensor`", lambda s: torch.nested.nested_tensor([s.b, s.b]).to_padded_tensor(0.0))
+unseen.refused("without `__torch_function__`", RELEASED, lambda s: _untold(s, lambda w, b: w.sum()), error=RuntimeError)
+unseen.refused("without `__torch_function__`, by numpy", RELEASED, lambda s: _untold(s, lambda w, b: w.detach().numpy()), error=RuntimeError)
+unseen.refused("without `__torch_function__`, its address", RELEASED, lambda s: _untold(s, lambda w, b: w.data_ptr()), error=RuntimeError)
+unseen.refused("without `__torch_function__`, in place", RELEASED, lambda s: _untold(s, lambda w, b: b.detach().add_(1)), error=RuntimeError)
+unseen.refused("`torch.Tensor._make_subclass`", RELEASED, lambda s: torch.Tensor._make_subclass(torch.Tensor, s.w).sum(), error=RuntimeError)
+unseen.refused("a view that forward keeps, after it", RELEASED, lambda s: _kept(s, lambda w: w[0]), error=RuntimeError)
+unseen.refused("`w.data` that forward keeps, after it", RELEASED, lambda s: _kept(s, lambda w: w.data), error=RuntimeError)
+unseen.refused(
+    "the address of a storage that forward keeps",
+    RELEASED,
+    lambda s: _kept(s, torch.Tensor.untyped_storage, lambda one: one.data_ptr()),
+    error=RuntimeError,
+)
+unseen.refused("what forward keeps, after a step", RELEASED, lambda s: _kept(s, lambda w: w[0], steps=True), error=RuntimeError)
+unseen.refused("what forward keeps, written after it", RELEASED, lambda s: _kept(s, lambda w: w.data, lambda one: one.mul_(2)), error=RuntimeError)
+unseen.equal("`is_shared` of a view that forward keeps", lambda s: _kept(s, lambda w: w[0], torch.Tensor.is_shared))
+unseen.equal("a copy that forward keeps, after it", lambda s: _kept(s, lambda w: w[0].clone()))
+unseen.refused("what autograd has saved of a weight", RELEASED, lambda s: _saved_by_autograd(s), error=RuntimeError)
+
+
+def _as_data(s):
+    other = torch.zeros(())
+    other.data = s.w
+    return other.sum()
+
+
+def _kept(s, keep, read=lambda one: one.sum(), steps=False):
+    """Reads after forward what a block has kept of its weight in it."""
+    kept = []
+
+    class Keeps(Block):
+        def forward(self, x):
+            kept.append(keep(self.up.weight))
+            return super().forward(x)
+
+    s.begin(net(block=Keeps))
+    s.step(0) if steps else s.loss(0)
+    return read(kept[1])
+
+
+def _saved_by_autograd(s):
+    found, nodes = [], [s.loss(0).grad_fn]
+    while nodes:
+        node = nodes.pop()
+        found += [getattr(node, name) for name in ("_saved_mat2", "_saved_weight") if hasattr(node, name)]
+        nodes += [one for one, _ in node.next_functions if one is not None]
+    return [one.sum() for one in found if isinstance(one, torch.Tensor)]
 
 
 def _scripted():
@@ -318,6 +391,8 @@ def _addresses(s):
 
 functional = Theme("torch.func")
 functional.equal("`functionalize`", lambda s: [s.w, torch.func.functionalize(lambda w: w * 2)(s.w)][1])
+functional.equal("`from torch.func import functionalize` before `prepare`", lambda s: [s.w, functionalize_of_before(lambda w: w * 2)(s.w)][1])
+functional.refused("`functionalize` of what writes to a weight", "functionalize changes", lambda s: _functionalized_write(s))
 
 functional.equal("`functional_call` with the model's parameters", lambda s: functional_call(s.model, dict(s.model.named_parameters()), (s.x(),)))
 functional.equal("`functional_call` with copies", lambda s: functional_call(s.model, s.weights(), (s.x(),)))
@@ -367,6 +442,11 @@ def _sum(s):
     """The sum of what the model makes of an input."""
     model = _quiet(s)
     return lambda x: model(x).sum()
+
+
+def _functionalized_write(s):
+    with torch.no_grad():
+        return functionalize_of_before(lambda w: w.mul_(2))(s.w)
 
 
 def _functional_backward(s):

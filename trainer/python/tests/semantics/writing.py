@@ -61,6 +61,7 @@ written.refused(
 written.refused("a write between forward and backward", BEFORE, lambda s: _write_before_backward(s))
 written.refused("a leaf that requires a gradient, without `no_grad`", BEFORE, lambda s: s.w.add_(1.0))
 written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s))
+written.refused("`torch.utils.swap_tensors`", BEFORE, lambda s: torch.utils.swap_tensors(s.w, nn.Parameter(torch.zeros(32, 16))))
 written.refused("weights stored, replaced and restored", BEFORE, lambda s: _swapped(s))
 written.refused("a weight of another model copied into it", BEFORE, lambda s: _copied(s))
 
