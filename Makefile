@@ -107,6 +107,7 @@ check: libtorch
 	.ci/links.py
 	.ci/words.py
 	.ci/cycles.py
+	.ci/ruff.sh
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	OFFLOADD_SEEDS=$(CHECK_SEEDS) SWAPPER_SEEDS=$(CHECK_SEEDS) $(CARGO) test -j$(JOBS) --workspace --lib --bins --test simulation
 
@@ -115,6 +116,7 @@ test: libtorch
 	.ci/links.py
 	.ci/words.py
 	.ci/cycles.py
+	.ci/ruff.sh
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks that all dependencies have licenses that deny.toml allows and come from crates.io, without cargo-deny and without network.
 
-    .ci/licenses.py
-    .ci/licenses.py --texts FILE trainer bench-io     writes the license texts of what these packages are linked with
+.ci/licenses.py
+.ci/licenses.py --texts FILE trainer bench-io     writes the license texts of what these packages are linked with
 """
 
 import argparse

@@ -10,7 +10,7 @@
 #   qemu, busybox, a kernel of Debian's (27 MB, into target/guest): a machine whose power is cut and whose drives are pulled out
 #   NVRTC            compiles the GPU kernels for NVIDIA (90 MB, into target/nvrtc)
 #   glibc 2.28's symbols, with which the wheel is linked (93 MB fetched, 0.5 MB kept in target/glibc-2.28)
-#   PyTorch          with transformers, pytest and hadolint, for the Python package (5 GB, into .python)
+#   PyTorch          with transformers, pytest, ruff and hadolint, for the Python package (5 GB, into .python)
 set -u
 cd "$(dirname "$0")/.."
 

@@ -26,7 +26,11 @@ cat "$HOME/said"; exit "$(cat "$HOME/status")"
 BUILT = [
     {"package_id": "path+file:///r/swapper#0.1.0", "target": {"kind": ["test"], "name": "simulation"}, "executable": "/r/target/debug/deps/simulation-1"},
     {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": "simulation"}, "executable": "/r/target/debug/deps/simulation-2"},
-    {"package_id": "path+file:///r/offloadd/api#offload-api@0.1.0", "target": {"kind": ["lib"], "name": "offload_api"}, "executable": "/r/target/debug/deps/offload_api-3"},
+    {
+        "package_id": "path+file:///r/offloadd/api#offload-api@0.1.0",
+        "target": {"kind": ["lib"], "name": "offload_api"},
+        "executable": "/r/target/debug/deps/offload_api-3",
+    },
 ]
 SIMULATION, API = "tests/simulation/main.rs (target/debug/deps/simulation-1)", "unittests src/lib.rs (target/debug/deps/offload_api-3)"
 
@@ -44,19 +48,32 @@ class Tests(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home:
             folder = pathlib.Path(home)
             built = "".join(json.dumps({**one, "profile": {"test": True}}) + "\n" for one in BUILT)
-            for name, text in (("cargo", CARGO), ("built", built), ("said", "\n".join(lines) + "\n"), ("status", str(status)), ("skips", skips), ("counts", counts)):
+            for name, text in (
+                ("cargo", CARGO),
+                ("built", built),
+                ("said", "\n".join(lines) + "\n"),
+                ("status", str(status)),
+                ("skips", skips),
+                ("counts", counts),
+            ):
                 (folder / name).write_text(text)
             (folder / "cargo").chmod(0o755)
             files = ["--log", folder / "log", "--expected-skips", folder / "skips", "--counts", folder / "counts"]
             done = subprocess.run(
                 [HERE / "tests.py", "--cargo", folder / "cargo", *files, *more],
-                env={"HOME": home, "PATH": "/usr/bin:/bin:/usr/local/bin"}, capture_output=True, text=True, check=False,
+                env={"HOME": home, "PATH": "/usr/bin:/bin:/usr/local/bin"},
+                capture_output=True,
+                text=True,
+                check=False,
             )
             self.counts = (folder / "counts").read_text()
             return done.returncode, done.stdout + done.stderr, (folder / "calls").read_text().splitlines()
 
     def test_targets_that_wait_run_beside_the_others_with_the_program_named_and_those_that_compare_times_before(self):
-        more = [{"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": name}, "executable": f"/r/target/debug/deps/{name}-4"} for name in ("daemon", "rate_limited")]
+        more = [
+            {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": name}, "executable": f"/r/target/debug/deps/{name}-4"}
+            for name in ("daemon", "rate_limited")
+        ]
         built = [*BUILT, *more]
         with unittest.mock.patch(f"{__name__}.BUILT", built):
             code, out, calls = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/true"])
@@ -116,7 +133,10 @@ class Tests(unittest.TestCase):
         self.assertIn("offloadd/simulation ran 0 tests", out)
 
     def test_two_programs_of_a_package_are_told_apart(self):
-        programs = [{"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["bin"], "name": name}, "executable": f"/r/target/debug/deps/{name}-5"} for name in ("a", "b")]
+        programs = [
+            {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["bin"], "name": name}, "executable": f"/r/target/debug/deps/{name}-5"}
+            for name in ("a", "b")
+        ]
         first, second = (f"unittests src/{name}.rs (target/debug/deps/{name}-5)" for name in ("a", "b"))
         counts = "offloadd/bin:a 2\noffloadd/bin:b 1\n"
         with unittest.mock.patch(f"{__name__}.BUILT", [*BUILT, *programs]):
@@ -138,7 +158,10 @@ class Tests(unittest.TestCase):
         self.assertTrue(re.search(r"^ +\d+\.\d +\d+\.\d +1  offload-api/lib$", out, re.MULTILINE), out)
 
     def test_the_slowest_tests_of_cargo_and_of_pytest_are_named(self):
-        said = [line.replace("test b ... ok", "test b ... ok <61.250s>").replace("test a ... ok", "test a - should panic ... ok <0.001s>") for line in target(API, "a", "b")]
+        said = [
+            line.replace("test b ... ok", "test b ... ok <61.250s>").replace("test a ... ok", "test a - should panic ... ok <0.001s>")
+            for line in target(API, "a", "b")
+        ]
         beside = """#!/bin/sh
 case "$*" in "--durations=20 -k not semantics") echo "12.50s call     tests/test_x.py::test_y[a b]";; "--durations=20 -k semantics") echo "0.50s setup    tests/semantics/x.py::z";; *) exit 2;; esac
 """
@@ -148,11 +171,24 @@ case "$*" in "--durations=20 -k not semantics") echo "12.50s call     tests/test
             program.chmod(0o755)
             code, out, calls = self.outcome(said, counts="offload-api/lib 2\n", more=["--beside", program])
         self.assertEqual(code, 0, out)
-        self.assertEqual(out.split("Slowest tests: seconds\n")[1].splitlines(), ["     61.2  offload-api/lib::b", "     12.5  tests/test_x.py::test_y[a b]", "      0.5  tests/semantics/x.py::z", "      0.0  offload-api/lib::a"])
+        self.assertEqual(
+            out.split("Slowest tests: seconds\n")[1].splitlines(),
+            ["     61.2  offload-api/lib::b", "     12.5  tests/test_x.py::test_y[a b]", "      0.5  tests/semantics/x.py::z", "      0.0  offload-api/lib::a"],
+        )
         self.assertEqual([("--report-time" in call, "--doc" in call) for call in calls if "--no-run" not in call], [(True, False), (False, True)])
 
     def test_counts_are_recorded(self):
-        lists = ["     Running " + API, "a: test", "b: test", "", "2 tests, 0 benchmarks", "   Doc-tests offload_api", "1 test, 0 benchmarks", "     Running " + SIMULATION, "0 tests, 0 benchmarks"]
+        lists = [
+            "     Running " + API,
+            "a: test",
+            "b: test",
+            "",
+            "2 tests, 0 benchmarks",
+            "   Doc-tests offload_api",
+            "1 test, 0 benchmarks",
+            "     Running " + SIMULATION,
+            "0 tests, 0 benchmarks",
+        ]
         code, out, calls = self.outcome(lists, more=["--record"])
         self.assertEqual(code, 0, out)
         self.assertEqual(self.counts.splitlines()[1:], ["offload-api/doc 1", "offload-api/lib 2"])
@@ -206,9 +242,14 @@ class Links(unittest.TestCase):
             return links.faults(folder)
 
     def test_a_link_to_a_missing_file_or_heading_is_named(self):
-        self.assertEqual(self.faults("[a](docs/b.md) ![a](b.svg) [a](docs/a.md#two)"), [
-            "README.md: docs/b.md: no such file", "README.md: b.svg: no such file", "README.md: docs/a.md#two: no such heading",
-        ])
+        self.assertEqual(
+            self.faults("[a](docs/b.md) ![a](b.svg) [a](docs/a.md#two)"),
+            [
+                "README.md: docs/b.md: no such file",
+                "README.md: b.svg: no such file",
+                "README.md: docs/a.md#two: no such heading",
+            ],
+        )
 
     def test_links_that_lead_somewhere_and_code_are_fine(self):
         self.assertEqual(self.faults("[a](docs/a.md) [a](docs/a.md#one-thing) [a](https://example.org/x) `[a](b.md)`\n```\n[a](b.md)\n```\n"), [])
@@ -218,7 +259,9 @@ class Links(unittest.TestCase):
 
     def test_a_test_that_is_gone_is_named(self):
         source = "mod cuts {\n    fn power_fails_at_once() {}\n}\n"
-        self.assertEqual(links.stale_tests(self.written({"a/b.rs": source}), "`cuts::*` `cuts::power_fails_...` `cuts::gone` `old::*`"), ["cuts::gone", "old::*"])
+        self.assertEqual(
+            links.stale_tests(self.written({"a/b.rs": source}), "`cuts::*` `cuts::power_fails_...` `cuts::gone` `old::*`"), ["cuts::gone", "old::*"]
+        )
 
     def written(self, files):
         root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))

@@ -130,12 +130,7 @@ def judge_skips(targets, kinds, path):
     for target in targets:
         for test, line in target.skips:
             name, says = f"{target.name}::{test}", line.removeprefix("skipped: ")
-            known = [
-                kind.name
-                for kind in here
-                for pattern, text, _ in kind.entries
-                if fnmatch.fnmatchcase(name, pattern) and fnmatch.fnmatchcase(says, text)
-            ]
+            known = [kind.name for kind in here for pattern, text, _ in kind.entries if fnmatch.fnmatchcase(name, pattern) and fnmatch.fnmatchcase(says, text)]
             if known:
                 expected.add(f"{name}: {says} ({known[0]})")
             else:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that documents, settings and the programs' texts use no retired words. Prints each place with the word to use.
 
-    .ci/words.py [ROOT]     documents, configurations, packaging, and string literals of the programs' sources
+.ci/words.py [ROOT]     documents, configurations, packaging, and string literals of the programs' sources
 """
 
 import pathlib
@@ -50,8 +50,16 @@ RETIRED = {
 }
 
 PAGES = [
-    "README.md", "Makefile", "docs/**/*.md", "configs/*.toml", "configs/*.json", "configs/*.sh", "offloadd/packaging/**/*",
-    "bench-io/measured/*.md", "bench-io/measured/*.toml", "trainer/bench/*.md",
+    "README.md",
+    "Makefile",
+    "docs/**/*.md",
+    "configs/*.toml",
+    "configs/*.json",
+    "configs/*.sh",
+    "offloadd/packaging/**/*",
+    "bench-io/measured/*.md",
+    "bench-io/measured/*.toml",
+    "trainer/bench/*.md",
 ]
 SOURCES = ["*/src/**/*.rs", "*/*/src/**/*.rs"]
 

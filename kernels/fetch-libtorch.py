@@ -9,15 +9,26 @@ a GPU needs: libtorch_cpu, libc10, OpenMP, the headers, and the two CUDA stubs l
 The libraries find each other by their own relative RUNPATH, so the layout torch/lib beside nvidia/cu13/lib
 must stay. A second run does nothing. Needs pip (or the venv module, which brings it)."""
 
-import hashlib, os, pathlib, shutil, subprocess, sys, tempfile, zipfile
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 
 TORCH = "2.11.0"
 # (requirement, start of the wheel's sha256, what to keep: (prefix in the wheel, names or None for all))
 WHEELS = [
-    (f"torch=={TORCH}", "0f68f4ac", [
-        ("torch/lib/", ("libtorch_cpu.so", "libtorch.so", "libc10.so", "libgomp", "libshm.so")),
-        ("torch/include/", None),
-    ]),
+    (
+        f"torch=={TORCH}",
+        "0f68f4ac",
+        [
+            ("torch/lib/", ("libtorch_cpu.so", "libtorch.so", "libc10.so", "libgomp", "libshm.so")),
+            ("torch/include/", None),
+        ],
+    ),
     ("nvidia-cuda-runtime==13.0.96", "", [("nvidia/cu13/lib/", ("libcudart",))]),
     ("nvidia-cuda-cupti==13.0.85", "", [("nvidia/cu13/lib/", ("libcupti.so",))]),
 ]
@@ -78,11 +89,26 @@ def fetch(folder, wheels_wanted, parts):
         for requirement, sha256, rules in wheels_wanted:
             wheels = work / requirement
             platforms = [f"--platform=manylinux{n}_x86_64" for n in ("_2_28", "_2_27", "_2_25", "_2_24", "_2_17", "_2_12", "2014", "2010")]
-            subprocess.run(command + ["download", "--no-deps", "--only-binary=:all:", "--python-version=312", "--implementation=cp",
-                                      *platforms, "-q", "-d", str(wheels), requirement], check=True)
+            subprocess.run(
+                command
+                + [
+                    "download",
+                    "--no-deps",
+                    "--only-binary=:all:",
+                    "--python-version=312",
+                    "--implementation=cp",
+                    *platforms,
+                    "-q",
+                    "-d",
+                    str(wheels),
+                    requirement,
+                ],
+                check=True,
+            )
             (wheel,) = wheels.glob("*.whl")
-            found = hashlib.file_digest(open(wheel, "rb"), "sha256").hexdigest() if sys.version_info >= (3, 11) \
-                else hashlib.sha256(wheel.read_bytes()).hexdigest()
+            found = (
+                hashlib.file_digest(open(wheel, "rb"), "sha256").hexdigest() if sys.version_info >= (3, 11) else hashlib.sha256(wheel.read_bytes()).hexdigest()
+            )
             if not found.startswith(sha256):
                 sys.exit(f"{wheel.name}: sha256 {found}, expected {sha256}...: the download is not the wheel this was tested with")
             keep(wheel, rules, stage)

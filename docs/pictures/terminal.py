@@ -60,7 +60,8 @@ def picture(lines):
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" height="{height}" '
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="13">\n<rect width="100%" height="100%" rx="6" fill="{BACK}"/>\n'
-        + "\n".join(drawn) + "\n</svg>\n"
+        + "\n".join(drawn)
+        + "\n</svg>\n"
     )
 
 

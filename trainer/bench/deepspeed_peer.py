@@ -18,12 +18,20 @@ def settings(mode, directory, hidden, micro, accumulate, stage=3, buckets="auto"
     """A configuration of the published kind, with buffers as large as this model needs."""
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden}
     if stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": hidden * hidden * 9 // 10, "stage3_param_persistence_threshold": 10 * hidden,
-                 "sub_group_size": 100_000_000 if mode.startswith("nvme") else 1_000_000_000}
+        zero |= {
+            "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
+            "stage3_param_persistence_threshold": 10 * hidden,
+            "sub_group_size": 100_000_000 if mode.startswith("nvme") else 1_000_000_000,
+        }
     if buckets == "large":
         # The numbers of its documentation's examples, whatever the model.
-        zero |= {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 500_000_000, "stage3_param_persistence_threshold": 1_000_000,
-                 "stage3_max_live_parameters": 3_000_000_000, "stage3_max_reuse_distance": 3_000_000_000}
+        zero |= {
+            "reduce_bucket_size": 500_000_000,
+            "stage3_prefetch_bucket_size": 500_000_000,
+            "stage3_param_persistence_threshold": 1_000_000,
+            "stage3_max_live_parameters": 3_000_000_000,
+            "stage3_max_reuse_distance": 3_000_000_000,
+        }
     if mode.startswith("cpu"):
         more = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9} if super_offload else {}
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **more}
@@ -31,13 +39,23 @@ def settings(mode, directory, hidden, micro, accumulate, stage=3, buckets="auto"
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if mode.startswith("nvme"):
         # Five buffers, its documented number, end in an assertion with pipelining; sixteen were enough.
-        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": directory, "pin_memory": True, "buffer_count": 16,
-                                     "pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": directory,
+            "pin_memory": True,
+            "buffer_count": 16,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
     if mode == "nvme":
         zero["offload_param"] = {"device": "nvme", "nvme_path": directory, "pin_memory": True, "buffer_count": 60, "buffer_size": 70_000_000, "max_in_cpu": 0}
     return {
-        "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulate, "gradient_clipping": 1.0, "bf16": {"enabled": True},
-        "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
         "aio": {"block_size": 8 << 20, "queue_depth": 16, "intra_op_parallelism": 4, "single_submit": False, "overlap_events": True},
         "steps_per_print": 1_000_000,
     }
@@ -63,7 +81,14 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     # Without a launcher one process, as it would describe it, with all processors for its optimizer.
-    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": str(os.cpu_count()),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29512",
+    }.items():
         os.environ.setdefault(name, value)
     began = time.time()
     # Its extensions are compiled for the GPU at hand; it cannot read names of architectures such as 9.0a.
@@ -72,8 +97,17 @@ def main():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
-                         num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
+    config = LlamaConfig(
+        hidden_size=a.hidden,
+        intermediate_size=a.ff,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.heads,
+        vocab_size=a.vocab,
+        max_position_embeddings=a.seq,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
     chosen = settings(a.mode, a.directory, a.hidden, a.micro, a.accumulate, a.stage, a.buckets, a.super)
     deepspeed.init_distributed()
     with deepspeed.zero.Init(config_dict_or_path=chosen, dtype=torch.bfloat16, enabled=a.stage == 3):
@@ -107,8 +141,18 @@ def main():
     steady = sorted(range(1, len(times)), key=times.__getitem__)
     middle = steady[len(steady) // 2]
     if first:
-        print(json.dumps({"params": count, "step_s": times[middle], "read_bytes": moved[middle][0], "written_bytes": moved[middle][1],
-                          "torch": torch.__version__, "deepspeed": deepspeed.__version__}))
+        print(
+            json.dumps(
+                {
+                    "params": count,
+                    "step_s": times[middle],
+                    "read_bytes": moved[middle][0],
+                    "written_bytes": moved[middle][1],
+                    "torch": torch.__version__,
+                    "deepspeed": deepspeed.__version__,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -22,8 +22,14 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     # Without torchrun one process, as it would describe it, with all processors for the optimizer.
-    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}.items():
+    for name, value in {
+        "OMP_NUM_THREADS": str(os.cpu_count()),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29514",
+    }.items():
         os.environ.setdefault(name, value)
     began = time.time()
     import torch
@@ -33,21 +39,32 @@ def main():
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
-                         num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
+    config = LlamaConfig(
+        hidden_size=a.hidden,
+        intermediate_size=a.ff,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.heads,
+        vocab_size=a.vocab,
+        max_position_embeddings=a.seq,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
     model = LlamaForCausalLM(config).float()
     if not a.keep:
         model.gradient_checkpointing_enable()
     count = sum(p.numel() for p in model.parameters())
-    policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-              "offload_policy": CPUOffloadPolicy() if a.mode == "cpu" else OffloadPolicy()}
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy() if a.mode == "cpu" else OffloadPolicy(),
+    }
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, **policy)
     fully_shard(model, **policy)
     for index, block in enumerate(blocks) if a.prefetch else ():
-        block.set_modules_to_forward_prefetch(blocks[index + 1:index + 1 + a.prefetch])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - a.prefetch):index][::-1])
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + a.prefetch])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - a.prefetch) : index][::-1])
     if a.mode == "gpu":
         model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)

@@ -96,14 +96,19 @@ def measure(args, env, data, place, micro_batches, group):
             shutil.rmtree(made, ignore_errors=True)
     if len(lines) <= WARM_STEPS[micro_batches]:
         return {"failed": f"status {watched.status}: {' '.join(watched.said.split()[-60:])}"}
-    step_s = statistics.median(step["step_s"] for step in lines[WARM_STEPS[micro_batches]:])
+    step_s = statistics.median(step["step_s"] for step in lines[WARM_STEPS[micro_batches] :])
     return {
-        "chosen": plan["chosen"], "micro_batches": micro_batches, "step_s": step_s, "planned_s": plan["bound"]["s"],
+        "chosen": plan["chosen"],
+        "micro_batches": micro_batches,
+        "step_s": step_s,
+        "planned_s": plan["bound"]["s"],
         # Six operations for each parameter and token, without attention.
         "tflops": 6 * plan["parameters"] * plan["tokens_per_step"] / step_s / 1e12,
         "tflops_with_attention": plan["bound"]["operations"] / step_s / 1e12,
-        "gpu_bytes": watched.gpu_bytes, "planned_gpu_bytes": (plan["gpu"] or {}).get("process_bytes", 0),
-        "losses": [step["loss"] for step in lines], "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
+        "gpu_bytes": watched.gpu_bytes,
+        "planned_gpu_bytes": (plan["gpu"] or {}).get("process_bytes", 0),
+        "losses": [step["loss"] for step in lines],
+        "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
     }
 
 
@@ -114,8 +119,10 @@ def line(row):
         return lead + row["failed"]
     chosen = row["chosen"]
     size = chosen["micro_batch_group"]
-    return (f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {row['step_s']:8.3f} "
-            f"{row['planned_s']:8.3f} {row['tflops']:7.1f} {row['gpu_bytes'] / 2**30:8.1f} {row['planned_gpu_bytes'] / 2**30:8.1f}")
+    return (
+        f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {row['step_s']:8.3f} "
+        f"{row['planned_s']:8.3f} {row['tflops']:7.1f} {row['gpu_bytes'] / 2**30:8.1f} {row['planned_gpu_bytes'] / 2**30:8.1f}"
+    )
 
 
 if __name__ == "__main__":

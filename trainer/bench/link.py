@@ -124,7 +124,9 @@ def main():
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     options.trainer = options.trainer.resolve()
-    print("| link, in each direction | parameters | sent by a node in a step: planned, measured | bound | forward and backward | update | step (median) | bound / step |")
+    print(
+        "| link, in each direction | parameters | sent by a node in a step: planned, measured | bound | forward and backward | update | step (median) | bound / step |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with Nodes() as nodes, tempfile.TemporaryDirectory() as home:
         for rate, shard in itertools.product(options.rate, ("auto", "all")):
@@ -135,7 +137,10 @@ def main():
             planned, bound_s = plan["step"]["network_bytes"], plan["bound"]["s"]
             held = "a copy on each node" if plan["host"]["node_copy_bytes"] else "divided over all nodes"
             sent = f"{planned / 1e6:.1f} MB, {measured / 1e6:.1f} MB"
-            print(f"| {rate / 1e6:g} MB/s | {held} | {sent} | {bound_s:.3f} s | {compute_s:.3f} s | {update_s:.3f} s | {step_s:.3f} s | {bound_s / step_s:.1%} |", flush=True)
+            print(
+                f"| {rate / 1e6:g} MB/s | {held} | {sent} | {bound_s:.3f} s | {compute_s:.3f} s | {update_s:.3f} s | {step_s:.3f} s | {bound_s / step_s:.1%} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

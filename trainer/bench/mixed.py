@@ -51,9 +51,15 @@ def measure(state, blocks_bytes, seconds, fio=None):
                 file.unlink(missing_ok=True)
     return {
         "tool": "fio" if program else "bench-io (no fio here)",
-        "block_bytes": block_bytes, "drives": len(state["devices"]),
-        "limit_read": state["read_bps"] * len(state["devices"]), "limit_write": state["write_bps"] * len(state["devices"]),
-        "read_alone": read_alone, "write_alone": write_alone, "read": read, "write": write, "both_by_block_bytes": both,
+        "block_bytes": block_bytes,
+        "drives": len(state["devices"]),
+        "limit_read": state["read_bps"] * len(state["devices"]),
+        "limit_write": state["write_bps"] * len(state["devices"]),
+        "read_alone": read_alone,
+        "write_alone": write_alone,
+        "read": read,
+        "write": write,
+        "both_by_block_bytes": both,
     }
 
 
@@ -73,13 +79,25 @@ def fill(file, size_bytes):
     piece = os.urandom(8 << 20)
     with open(file, "wb", buffering=0) as out:
         for at in range(0, size_bytes, len(piece)):
-            out.write(piece[:size_bytes - at])
+            out.write(piece[: size_bytes - at])
         os.fsync(out.fileno())
 
 
 def with_fio(program, work, read, write):
-    jobs = ["[global]", "ioengine=io_uring", "direct=1", f"bs={work['block_bytes']}", f"iodepth={DEPTH}", "time_based=1",
-            f"runtime={work['seconds']}", f"size={work['size_bytes']}", "overwrite=1", "fallocate=none", "randrepeat=0", "refill_buffers=0"]
+    jobs = [
+        "[global]",
+        "ioengine=io_uring",
+        "direct=1",
+        f"bs={work['block_bytes']}",
+        f"iodepth={DEPTH}",
+        "time_based=1",
+        f"runtime={work['seconds']}",
+        f"size={work['size_bytes']}",
+        "overwrite=1",
+        "fallocate=none",
+        "randrepeat=0",
+        "refill_buffers=0",
+    ]
     for index, (read_file, write_file) in enumerate(work["files"]):
         jobs += [f"[read{index}]", f"filename={read_file}", "rw=read"] if read else []
         jobs += [f"[write{index}]", f"filename={write_file}", "rw=write"] if write else []
@@ -88,7 +106,7 @@ def with_fio(program, work, read, write):
     done = subprocess.run(testdrives.enter([program, "--output-format=json", "-"]), input="\n".join(jobs), capture_output=True, text=True, env=env)
     if done.returncode != 0:
         raise testdrives.DriveError(f"{program}: {done.stderr.strip() or done.stdout.strip()}")
-    found = json.loads(done.stdout[done.stdout.index("{"):])["jobs"]
+    found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     return tuple(sum(job[way]["bw_bytes"] for job in found) for way in ("read", "write"))
 
 
@@ -97,8 +115,18 @@ def with_bench_io(work, read, write):
     running = []
     for way, wanted, files in (("read", read, [r for r, _ in work["files"]]), ("write", write, [w for _, w in work["files"]])):
         if wanted:
-            command = [testdrives.program, "run", "--target=device", f"--rw={way}", "--overwrite", f"--bs={work['block_bytes']}",
-                       f"--iodepth={DEPTH * len(files)}", f"--runtime={work['seconds']}", "--json", *(f"--filename={file}" for file in files)]
+            command = [
+                testdrives.program,
+                "run",
+                "--target=device",
+                f"--rw={way}",
+                "--overwrite",
+                f"--bs={work['block_bytes']}",
+                f"--iodepth={DEPTH * len(files)}",
+                f"--runtime={work['seconds']}",
+                "--json",
+                *(f"--filename={file}" for file in files),
+            ]
             running.append((way, subprocess.Popen(testdrives.enter(command), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)))
     rates = {"read": 0, "write": 0}
     for way, process in running:

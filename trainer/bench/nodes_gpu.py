@@ -122,7 +122,12 @@ def native(args, nodes):
     step_s = lambda lines: statistics.median(line["step_s"] for line in lines[3:])
     expected = runs.train("one", "cpu")
     print(f"native, one node with two GPUs: {step_s(expected):.3f} s a step", flush=True)
-    for tier, shard, rate in [("cpu", "auto", 0), ("cpu", "all", 0), ("nvme", "auto", 0), *(("cpu", shard, rate) for rate in args.rate for shard in ("auto", "all"))]:
+    for tier, shard, rate in [
+        ("cpu", "auto", 0),
+        ("cpu", "all", 0),
+        ("nvme", "auto", 0),
+        *(("cpu", shard, rate) for rate in args.rate for shard in ("auto", "all")),
+    ]:
         if rate:
             nodes.limit(rate)
         name = f"two-{tier}-{shard}-{rate:.0f}"

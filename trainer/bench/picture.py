@@ -17,19 +17,35 @@ OURS, PYTORCH, DEEPSPEED = "#1b6ca8", "#7f7f7f", "#d95f02"
 
 # Title, and [(place, [(row, label, colour)])]: of a peer the fastest configuration that was measured there.
 PANELS = [
-    ("Model state in memory", [
-        ("GPU memory", [
-            ("resident", "offloadd", OURS), ("pytorch-compiled-kept", "PyTorch, compiled", PYTORCH), ("deepspeed-gpu", "DeepSpeed, recomputing", DEEPSPEED),
-        ]),
-        ("host memory", [
-            ("host", "offloadd", OURS), ("deepspeed-cpu-zero2", "DeepSpeed ZeRO-2", DEEPSPEED), ("fsdp-cpu-prefetch", "PyTorch FSDP2", PYTORCH),
-        ]),
-    ]),
-    ("Model state on drives of 6.2 GB/s read, 3.2 GB/s write", [
-        ("one drive", [("nvme1", "offloadd", OURS), ("deepspeed-nvme1", "DeepSpeed", DEEPSPEED)]),
-        ("four drives", [("nvme4", "offloadd", OURS), ("deepspeed-nvme4", "DeepSpeed", DEEPSPEED)]),
-        ("four drives, half in host memory", [("nvme4-half", "offloadd", OURS)]),
-    ]),
+    (
+        "Model state in memory",
+        [
+            (
+                "GPU memory",
+                [
+                    ("resident", "offloadd", OURS),
+                    ("pytorch-compiled-kept", "PyTorch, compiled", PYTORCH),
+                    ("deepspeed-gpu", "DeepSpeed, recomputing", DEEPSPEED),
+                ],
+            ),
+            (
+                "host memory",
+                [
+                    ("host", "offloadd", OURS),
+                    ("deepspeed-cpu-zero2", "DeepSpeed ZeRO-2", DEEPSPEED),
+                    ("fsdp-cpu-prefetch", "PyTorch FSDP2", PYTORCH),
+                ],
+            ),
+        ],
+    ),
+    (
+        "Model state on drives of 6.2 GB/s read, 3.2 GB/s write",
+        [
+            ("one drive", [("nvme1", "offloadd", OURS), ("deepspeed-nvme1", "DeepSpeed", DEEPSPEED)]),
+            ("four drives", [("nvme4", "offloadd", OURS), ("deepspeed-nvme4", "DeepSpeed", DEEPSPEED)]),
+            ("four drives, half in host memory", [("nvme4-half", "offloadd", OURS)]),
+        ],
+    ),
 ]
 LEFT, WIDTH, BAR = 250, 430, 18
 
@@ -62,7 +78,7 @@ def picture(rows):
                     middle = y + (BAR - 4) / 2
                     lines.append(f'<path d="M{LEFT + min(found) * scale:.1f} {middle:g}H{LEFT + max(found) * scale:.1f}" stroke="#222"/>')
                 end = LEFT + max(found) * scale + 6
-                lines.append(text(round(end, 1), y + BAR - 7, f"<tspan font-weight=\"bold\">{median:.{0 if median >= 100 else 1}f}</tspan> {label}"))
+                lines.append(text(round(end, 1), y + BAR - 7, f'<tspan font-weight="bold">{median:.{0 if median >= 100 else 1}f}</tspan> {label}'))
                 y += BAR
     y += 18
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {y}" width="860" height="{y}" font-family="sans-serif" font-size="13" fill="#222">'

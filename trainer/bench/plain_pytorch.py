@@ -61,15 +61,24 @@ def fresh(unit, offset, shape, seed, std, device):
         counter = torch.arange(count, device=device) * 2 + signed(key + 2 * (offset + start))
         u1 = ((splitmix64_tensor(counter) >> 11 & (1 << 53) - 1) + 1).double() * 2.0**-53
         u2 = (splitmix64_tensor(counter + 1) >> 11 & (1 << 53) - 1).double() * 2.0**-53
-        out[start:start + count] = (std * (-2 * u1.log()).sqrt() * (2 * math.pi * u2).cos()).float()
+        out[start : start + count] = (std * (-2 * u1.log()).sqrt() * (2 * math.pi * u2).cos()).float()
     return out.view(shape)
 
 
 def units(a):
     """Each unit's parameters as the trainer lays them out: (name, shape)."""
     h, ff = a.hidden, a.ff
-    block = [("norm1", (h,)), ("q", (h, h)), ("k", (h, h)), ("v", (h, h)), ("o", (h, h)), ("norm2", (h,)),
-             ("gate", (ff, h)), ("up", (ff, h)), ("down", (h, ff))]
+    block = [
+        ("norm1", (h,)),
+        ("q", (h, h)),
+        ("k", (h, h)),
+        ("v", (h, h)),
+        ("o", (h, h)),
+        ("norm2", (h,)),
+        ("gate", (ff, h)),
+        ("up", (ff, h)),
+        ("down", (h, ff)),
+    ]
     return [[("embed", (a.vocab, h))]] + [block] * a.layers + [[("norm", (h,)), ("head", (a.vocab, h))]]
 
 
@@ -144,14 +153,29 @@ def batches(a, device):
     while True:
         starts = [permuted(a.seed, i // windows, windows, i % windows) * a.seq for i in range(sample, sample + a.micro)]
         sample += a.micro
-        rows = torch.stack([text[start:start + a.seq + 1] for start in starts]).long().to(device)
+        rows = torch.stack([text[start : start + a.seq + 1] for start in starts]).long().to(device)
         yield rows[:, :-1], rows[:, 1:]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1,
-                        "steps": 8, "seed": 1, "lr": 1e-4, "clip": 1.0, "eps": 1e-6, "init": 0.02, "theta": 10000.0}.items():
+    for name, value in {
+        "hidden": 2048,
+        "layers": 24,
+        "heads": 16,
+        "ff": 5504,
+        "vocab": 32000,
+        "seq": 2048,
+        "micro": 8,
+        "accumulate": 1,
+        "steps": 8,
+        "seed": 1,
+        "lr": 1e-4,
+        "clip": 1.0,
+        "eps": 1e-6,
+        "init": 0.02,
+        "theta": 10000.0,
+    }.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--data")
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -172,8 +196,7 @@ def main():
     if a.master == "none":
         pairs = [(weight, weight) for _, weight in pairs]
     del masters
-    groups = [{"params": [m for m, _ in pairs if m.dim() > 1], "weight_decay": 0.1},
-              {"params": [m for m, _ in pairs if m.dim() == 1], "weight_decay": 0.0}]
+    groups = [{"params": [m for m, _ in pairs if m.dim() > 1], "weight_decay": 0.1}, {"params": [m for m, _ in pairs if m.dim() == 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=a.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     count = sum(m.numel() for m, _ in pairs)
     # The angles in fp32, as Hugging Face's models have them.
@@ -207,12 +230,19 @@ def main():
         lines.write(json.dumps(line) + "\n")
         lines.flush()
     steady = sorted(times[2:] or times)
-    print(json.dumps({
-        "params": count, "step_s": steady[len(steady) // 2], "torch": torch.__version__, "master": a.master,
-        "gpu": torch.cuda.get_device_name() if on_gpu else None,
-        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
-        "host_bytes": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-    }))
+    print(
+        json.dumps(
+            {
+                "params": count,
+                "step_s": steady[len(steady) // 2],
+                "torch": torch.__version__,
+                "master": a.master,
+                "gpu": torch.cuda.get_device_name() if on_gpu else None,
+                "gpu_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+                "host_bytes": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            }
+        )
+    )
 
 
 main()

@@ -41,8 +41,17 @@ def main():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
-                         num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
+    config = LlamaConfig(
+        hidden_size=a.hidden,
+        intermediate_size=a.ff,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.heads,
+        vocab_size=a.vocab,
+        max_position_embeddings=a.seq,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = LlamaForCausalLM(config)
@@ -57,7 +66,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     settings = {
         # One backward pass a step, as the native trainer's and DeepSpeed's rows: gradients keep the parameters' type.
-        "train_micro_batch_size_per_gpu": a.micro, "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": a.micro,
+        "gradient_accumulation_steps": 1,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
             "staging_bytes": a.staging // ranks,
@@ -92,8 +102,18 @@ def main():
     middle = steady[len(steady) // 2]
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     if rank == 0:
-        print(json.dumps({"params": count, "step_s": times[middle], "forward_s": python[middle][0], "backward_s": python[middle][1],
-                          "torch": torch.__version__, "gpu_peak_bytes": peak}))
+        print(
+            json.dumps(
+                {
+                    "params": count,
+                    "step_s": times[middle],
+                    "forward_s": python[middle][0],
+                    "backward_s": python[middle][1],
+                    "torch": torch.__version__,
+                    "gpu_peak_bytes": peak,
+                }
+            )
+        )
     if ranks > 1:
         torch.distributed.destroy_process_group()
 

@@ -6,8 +6,23 @@ import subprocess
 
 import rows
 
-COLUMNS = ["row", "hardware", "date", "step s", "tokens/s", "TFLOPS", "read + written GB", "bound s", "of the bound", "peer TFLOPS", "ratio",
-           "start s", "host GiB", "GPU GiB", "commit"]
+COLUMNS = [
+    "row",
+    "hardware",
+    "date",
+    "step s",
+    "tokens/s",
+    "TFLOPS",
+    "read + written GB",
+    "bound s",
+    "of the bound",
+    "peer TFLOPS",
+    "ratio",
+    "start s",
+    "host GiB",
+    "GPU GiB",
+    "commit",
+]
 
 
 def add(out, row):
@@ -23,9 +38,13 @@ def table(found):
     intro = "Every row that `trainer/bench/table.py` measured; [benchmarks](../../docs/benchmarks.md#training) has the main ones, the model and the machine."
     lines = ["# Training table", "", intro, "", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(row, found))} |" for row in found]
-    lines += ["", "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
-              "the same run, and the row's own time of computing. of the bound: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
-              "host: PSS of trainer and daemon. Blank: not measured, or not kept. Devices and what a row trains:", ""]
+    lines += [
+        "",
+        "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
+        "the same run, and the row's own time of computing. of the bound: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
+        "host: PSS of trainer and daemon. Blank: not measured, or not kept. Devices and what a row trains:",
+        "",
+    ]
     shown = {row["row"]: row.get("says", "") for row in found}
     lines += [f"- {name}: {says}" for name, says in shown.items()]
     notes = [f"- {row['row']}: {row['note']}" for row in found if row.get("note")]
@@ -40,11 +59,21 @@ def cells(row, found):
     peer = peer_of(name, ranks, row, found)
     number = lambda key, digits, scale=1.0: f"{row[key] / scale:.{digits}f}" if row.get(key) else ""
     return [
-        row["row"], row["hardware"], row["date"], number("step_s", 3), number("tokens_per_s", 0), number("tflops", 1),
-        f"{row['read_bytes'] / 1e9:.1f} + {row['written_bytes'] / 1e9:.1f}" if "read_bytes" in row else "", number("bound_s", 3),
-        f"{row['bound_s'] / row['step_s']:.0%}" if row.get("bound_s") else "", f"{peer['tflops']:.1f}" if peer else "",
-        f"{row['tflops'] / peer['tflops']:.2f}" if peer else "", number("start_s", 1), number("host_bytes", 1, 2**30),
-        number("gpu_bytes", 1, 2**30), row["commit"],
+        row["row"],
+        row["hardware"],
+        row["date"],
+        number("step_s", 3),
+        number("tokens_per_s", 0),
+        number("tflops", 1),
+        f"{row['read_bytes'] / 1e9:.1f} + {row['written_bytes'] / 1e9:.1f}" if "read_bytes" in row else "",
+        number("bound_s", 3),
+        f"{row['bound_s'] / row['step_s']:.0%}" if row.get("bound_s") else "",
+        f"{peer['tflops']:.1f}" if peer else "",
+        f"{row['tflops'] / peer['tflops']:.2f}" if peer else "",
+        number("start_s", 1),
+        number("host_bytes", 1, 2**30),
+        number("gpu_bytes", 1, 2**30),
+        row["commit"],
     ]
 
 

@@ -30,21 +30,64 @@ ROWS = {
     "host-cpu": {"param": CPU, "optimizer": CPU, "checkpointing": "full", "optimizer_device": "cpu", "says": "the same, the update on the processor alone"},
     "host-cpu-kept": {"param": CPU, "optimizer": CPU, "optimizer_device": "cpu", "says": "blocks kept as GPU memory allows, the update on the processor alone"},
     "nvme1": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "all state on one drive, nothing resident"},
-    "nvme1-params-home": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 0, "staging": "1400000000",
-                          "says": "16-bit parameters in host memory, the rest on one drive"},
-    "nvme1-params-home-commits": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000",
-                                  "says": "the same, committed every step"},
+    "nvme1-params-home": {
+        "param": CPU,
+        "optimizer": NVME,
+        "drives": 1,
+        "commit": 0,
+        "staging": "1400000000",
+        "says": "16-bit parameters in host memory, the rest on one drive",
+    },
+    "nvme1-params-home-commits": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "the same, committed every step"},
     "nvme4": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": 1, "staging": "5000000000", "says": "all state on four drives"},
-    "nvme4-params-home": {"param": CPU, "optimizer": NVME, "drives": 4, "commit": 0, "staging": "5000000000",
-                          "says": "16-bit parameters in host memory, the rest on four drives"},
-    "nvme4-half": {"param": NVME, "optimizer": NVME, "drives": 4, "commit": None, "staging": "5000000000", "resident_fraction": 0.5,
-                   "says": "half of the state resident, four drives, the plan's commit interval"},
-    "accumulate16": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "accumulate": 16,
-                     "says": "all state on one drive, 16 micro-batches a step"},
-    "largest": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "2.5b", "resident_fraction": "auto",
-                "own_drives": True, "says": "2.54 G parameters, committed in 61 GB of a drive that --directory names; what fits stays in host memory"},
-    "largest-4g": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": None, "staging": "3000000000", "model": "4b", "resident_fraction": "auto",
-                   "own_drives": True, "says": "4.05 G parameters, the same, in 97 GB of it"},
+    "nvme4-params-home": {
+        "param": CPU,
+        "optimizer": NVME,
+        "drives": 4,
+        "commit": 0,
+        "staging": "5000000000",
+        "says": "16-bit parameters in host memory, the rest on four drives",
+    },
+    "nvme4-half": {
+        "param": NVME,
+        "optimizer": NVME,
+        "drives": 4,
+        "commit": None,
+        "staging": "5000000000",
+        "resident_fraction": 0.5,
+        "says": "half of the state resident, four drives, the plan's commit interval",
+    },
+    "accumulate16": {
+        "param": NVME,
+        "optimizer": NVME,
+        "drives": 1,
+        "commit": 1,
+        "staging": "1400000000",
+        "accumulate": 16,
+        "says": "all state on one drive, 16 micro-batches a step",
+    },
+    "largest": {
+        "param": NVME,
+        "optimizer": NVME,
+        "drives": 1,
+        "commit": None,
+        "staging": "3000000000",
+        "model": "2.5b",
+        "resident_fraction": "auto",
+        "own_drives": True,
+        "says": "2.54 G parameters, committed in 61 GB of a drive that --directory names; what fits stays in host memory",
+    },
+    "largest-4g": {
+        "param": NVME,
+        "optimizer": NVME,
+        "drives": 1,
+        "commit": None,
+        "staging": "3000000000",
+        "model": "4b",
+        "resident_fraction": "auto",
+        "own_drives": True,
+        "says": "4.05 G parameters, the same, in 97 GB of it",
+    },
 }
 
 # Peers are measured in the same run, so that a ratio compares two programs on one machine. Each runs with the settings that are known to
@@ -58,8 +101,11 @@ PYTORCH, FSDP, DEEPSPEED = (
 PEERS = {
     "pytorch": {**PYTORCH, "words": [], "says": "plain_pytorch.py: resident, bf16 with an fp32 master, blocks checkpointed"},
     "pytorch-kept": {**PYTORCH, "words": ["--keep"], "says": "plain_pytorch.py --keep: as pytorch, blocks kept"},
-    "pytorch-bf16": {**PYTORCH, "words": ["--master", "none"],
-                     "says": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results"},
+    "pytorch-bf16": {
+        **PYTORCH,
+        "words": ["--master", "none"],
+        "says": "plain_pytorch.py --master none: resident, bf16 weights and moments, no fp32 master: less to move, other results",
+    },
     "pytorch-compiled": {**PYTORCH, "words": ["--compile"], "says": "plain_pytorch.py --compile: as pytorch, blocks and loss fused by torch.compile"},
     "pytorch-compiled-kept": {**PYTORCH, "words": ["--compile", "--keep"], "says": "plain_pytorch.py --compile --keep: the same, blocks kept"},
     "fsdp-gpu": {**FSDP, "words": ["gpu"], "says": "PyTorch's FSDP2, all on the GPU, blocks checkpointed"},
@@ -73,8 +119,11 @@ PEERS = {
     "deepspeed-cpu-opt": {**DEEPSPEED, "words": ["cpu-opt"], "says": "DeepSpeed ZeRO-3, optimizer in host memory, blocks checkpointed"},
     "deepspeed-cpu-zero2": {**DEEPSPEED, "words": ["cpu-opt", "--stage", "2"], "says": "DeepSpeed ZeRO-2, optimizer in host memory, blocks checkpointed"},
     "deepspeed-cpu-zero2-compiled": {**DEEPSPEED, "words": ["cpu-opt", "--stage", "2", "--compile"], "says": "the same, blocks compiled by torch.compile"},
-    "deepspeed-super": {**DEEPSPEED, "words": ["cpu", "--super"],
-                        "says": "DeepSpeed's SuperOffload, optimizer and parameters in host memory; where it fails, its last error is the row"},
+    "deepspeed-super": {
+        **DEEPSPEED,
+        "words": ["cpu", "--super"],
+        "says": "DeepSpeed's SuperOffload, optimizer and parameters in host memory; where it fails, its last error is the row",
+    },
     "deepspeed-super-opt": {**DEEPSPEED, "words": ["cpu-opt", "--super"], "says": "DeepSpeed's SuperOffload, optimizer in host memory; the same"},
     "deepspeed-nvme1": {**DEEPSPEED, "words": ["nvme"], "drives": 1, "says": "DeepSpeed, optimizer and parameters on one drive"},
     "deepspeed-nvme1-opt": {**DEEPSPEED, "words": ["nvme-opt"], "drives": 1, "says": "DeepSpeed, optimizer on one drive"},
@@ -89,22 +138,40 @@ PEERS |= {
     "client-host-compiled": {**CLIENT, "words": ["cpu", "--compile"], "says": "the same, blocks compiled by torch.compile"},
     "client-nvme1": {**CLIENT, "words": ["nvme", "--staging", "1400000000"], "drives": 1, "says": "the Python package, all state on one drive"},
     "client-nvme4": {**CLIENT, "words": ["nvme", "--staging", "5000000000"], "drives": 4, "says": "the Python package, all state on four drives"},
-    "client-nvme4-compiled": {**CLIENT, "words": ["nvme", "--staging", "5000000000", "--compile"], "drives": 4,
-                              "says": "the same, blocks compiled by torch.compile"},
+    "client-nvme4-compiled": {
+        **CLIENT,
+        "words": ["nvme", "--staging", "5000000000", "--compile"],
+        "drives": 4,
+        "says": "the same, blocks compiled by torch.compile",
+    },
 }
 
 # Whom a row is compared with: the fastest of them in the same run.
 CHECKPOINTED = ("pytorch", "pytorch-compiled", "fsdp-gpu", "deepspeed-gpu")
-HOST_CHECKPOINTED = ("fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large", "deepspeed-cpu-opt", "deepspeed-cpu-zero2", "deepspeed-cpu-zero2-compiled",
-                     "deepspeed-super", "deepspeed-super-opt")
+HOST_CHECKPOINTED = (
+    "fsdp-cpu",
+    "fsdp-cpu-prefetch",
+    "deepspeed-cpu",
+    "deepspeed-cpu-large",
+    "deepspeed-cpu-opt",
+    "deepspeed-cpu-zero2",
+    "deepspeed-cpu-zero2-compiled",
+    "deepspeed-super",
+    "deepspeed-super-opt",
+)
 PEERS_OF = {
-    "resident": (*CHECKPOINTED, "pytorch-kept", "pytorch-compiled-kept"), "resident-checkpointed": CHECKPOINTED,
+    "resident": (*CHECKPOINTED, "pytorch-kept", "pytorch-compiled-kept"),
+    "resident-checkpointed": CHECKPOINTED,
     **dict.fromkeys(("host", "host-cpu-kept"), (*HOST_CHECKPOINTED, "fsdp-cpu-kept", "deepspeed-cpu-kept")),
     **dict.fromkeys(("host-checkpointed", "host-cpu"), HOST_CHECKPOINTED),
-    "nvme1": ("deepspeed-nvme1",), "nvme1-params-home": ("deepspeed-nvme1-opt",), "nvme1-params-home-commits": ("deepspeed-nvme1-opt",),
-    "nvme4": ("deepspeed-nvme4",), "nvme4-params-home": ("deepspeed-nvme4-opt",),
+    "nvme1": ("deepspeed-nvme1",),
+    "nvme1-params-home": ("deepspeed-nvme1-opt",),
+    "nvme1-params-home-commits": ("deepspeed-nvme1-opt",),
+    "nvme4": ("deepspeed-nvme4",),
+    "nvme4-params-home": ("deepspeed-nvme4-opt",),
     **dict.fromkeys(("client-host", "client-host-compiled"), HOST_CHECKPOINTED),
-    "client-nvme1": ("deepspeed-nvme1",), **dict.fromkeys(("client-nvme4", "client-nvme4-compiled"), ("deepspeed-nvme4",)),
+    "client-nvme1": ("deepspeed-nvme1",),
+    **dict.fromkeys(("client-nvme4", "client-nvme4-compiled"), ("deepspeed-nvme4",)),
 }
 
 # Its losses beside plain PyTorch's, from the same weights and data.
@@ -112,7 +179,7 @@ CURVE = "losses"
 
 
 def split(name):
-    """"nvme4@2" as ("nvme4", 2)."""
+    """ "nvme4@2" as ("nvme4", 2)."""
     row, _, ranks = name.partition("@")
     return row, int(ranks or 1)
 
@@ -141,8 +208,14 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": lr, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
         "zero_optimization": {"stage": 3, "offload_param": device(row["param"]), "offload_optimizer": device(row["optimizer"])},
-        "model": {"hidden_size": model["hidden"], "intermediate_size": model["ff"], "num_hidden_layers": model["layers"],
-                  "num_attention_heads": model["heads"], "num_key_value_heads": model["heads"], "vocab_size": model["vocab"]},
+        "model": {
+            "hidden_size": model["hidden"],
+            "intermediate_size": model["ff"],
+            "num_hidden_layers": model["layers"],
+            "num_attention_heads": model["heads"],
+            "num_key_value_heads": model["heads"],
+            "vocab_size": model["vocab"],
+        },
         "data": {"files": [data]},
         "train": train,
         "offload": offload,

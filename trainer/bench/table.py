@@ -56,7 +56,7 @@ def main():
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer, offloadd and bench-io are")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/table"), help="where results and logs go")
     parser.add_argument("--libtorch", type=pathlib.Path, help="the directory of an installed torch")
-    parser.add_argument("--fio", help="the program, when it is not in PATH; or \"none\"")
+    parser.add_argument("--fio", help='the program, when it is not in PATH; or "none"')
     parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row's training")
@@ -99,8 +99,11 @@ class Table:
     def __init__(self, args):
         self.args = args
         self.about = {
-            "run": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), "hardware": results.hardware(), "date": datetime.date.today().isoformat(),
-            "commit": args.commit or git_commit(), "model": args.model,
+            "run": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+            "hardware": results.hardware(),
+            "date": datetime.date.today().isoformat(),
+            "commit": args.commit or git_commit(),
+            "model": args.model,
         }
         self.env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
         self.data = args.out / "text.txt"
@@ -186,7 +189,9 @@ class Table:
         if self.args.trace:
             command += ["--trace", directory / "trace.json"]
         metrics = directory / "run" / "metrics.jsonl"
-        watched = watch.run(testdrives.enter(command) if drives else command, log=directory / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics)
+        watched = watch.run(
+            testdrives.enter(command) if drives else command, log=directory / "log", timeout_s=self.args.timeout, env=self.env, first_line=metrics
+        )
         steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if watched.status != 0 and len(steps) <= WARM_STEPS:
             raise RowFailed(why_it_failed(watched))
@@ -196,11 +201,19 @@ class Table:
         plan = self.plan(directory, ranks)
         per_step = 6 * plan["parameters"] * plan["tokens_per_step"]
         found = {
-            "step_s": step_s, "tokens_per_s": plan["tokens_per_step"] / step_s, "tflops": per_step / step_s / 1e12, "ranks": ranks,
-            "read_bytes": middle("device_read_bytes"), "written_bytes": middle("device_written_bytes"),
-            "start_s": (watched.first_line_at or 0) - steps[0]["step_s"], "host_bytes": watched.host_bytes, "gpu_bytes": watched.gpu_bytes,
-            **{key: middle(key) for key in ("forward_s", "backward_s", "waited_s", "update_s", "bound_s")}, "bound_by_trainer_s": middle("bound_s"),
-            "chosen": plan["chosen"], "steps": steps,
+            "step_s": step_s,
+            "tokens_per_s": plan["tokens_per_step"] / step_s,
+            "tflops": per_step / step_s / 1e12,
+            "ranks": ranks,
+            "read_bytes": middle("device_read_bytes"),
+            "written_bytes": middle("device_written_bytes"),
+            "start_s": (watched.first_line_at or 0) - steps[0]["step_s"],
+            "host_bytes": watched.host_bytes,
+            "gpu_bytes": watched.gpu_bytes,
+            **{key: middle(key) for key in ("forward_s", "backward_s", "waited_s", "update_s", "bound_s")},
+            "bound_by_trainer_s": middle("bound_s"),
+            "chosen": plan["chosen"],
+            "steps": steps,
         }
         if watched.timed_out or watched.status != 0:
             found["note"] = "it did not end by itself; the steps it made count"
@@ -253,8 +266,13 @@ class Table:
         tokens = model["seq"] * model["micro"] * ranks
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         return {
-            **found, "ranks": ranks, "tokens_per_s": tokens / found["step_s"], "tflops": 6 * found["params"] * tokens / found["step_s"] / 1e12,
-            "start_s": (watched.first_line_at or 0) - first["step_s"], "host_bytes": watched.host_bytes, "gpu_bytes": watched.gpu_bytes,
+            **found,
+            "ranks": ranks,
+            "tokens_per_s": tokens / found["step_s"],
+            "tflops": 6 * found["params"] * tokens / found["step_s"] / 1e12,
+            "start_s": (watched.first_line_at or 0) - first["step_s"],
+            "host_bytes": watched.host_bytes,
+            "gpu_bytes": watched.gpu_bytes,
         }
 
     def losses(self):
@@ -266,18 +284,45 @@ class Table:
         steps, lr, seed = max(self.args.steps, 40), 1e-4, 1
         text = rows.run_file(rows.ROWS["resident"], model, data=str(self.data), directory=str(directory / "run"), nvme_paths=[], steps=steps, seed=seed, lr=lr)
         (directory / "run.toml").write_text(text)
-        ours = watch.run([self.args.bin / "trainer", "train", directory / "run.toml", *self.sets(), "--fresh"], log=directory / "log",
-                         timeout_s=self.args.timeout, env=self.env)
+        ours = watch.run(
+            [self.args.bin / "trainer", "train", directory / "run.toml", *self.sets(), "--fresh"],
+            log=directory / "log",
+            timeout_s=self.args.timeout,
+            env=self.env,
+        )
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
-        theirs = watch.run([sys.executable, HERE / "plain_pytorch.py", *shape, "--steps", steps, "--lr", lr, "--seed", seed, "--data", self.data,
-                            "--out", directory / "pytorch"], log=directory / "pytorch.log", timeout_s=self.args.timeout)
+        theirs = watch.run(
+            [
+                sys.executable,
+                HERE / "plain_pytorch.py",
+                *shape,
+                "--steps",
+                steps,
+                "--lr",
+                lr,
+                "--seed",
+                seed,
+                "--data",
+                self.data,
+                "--out",
+                directory / "pytorch",
+            ],
+            log=directory / "pytorch.log",
+            timeout_s=self.args.timeout,
+        )
         for what, watched in (("trainer", ours), ("plain_pytorch.py", theirs)):
             if watched.status != 0:
                 raise RowFailed(f"{what}: {' '.join(watched.said.split()[-60:])}")
-        curves = [[json.loads(line)["loss"] for line in path.read_text().splitlines()] for path in (directory / "run/metrics.jsonl", directory / "pytorch/metrics.jsonl")]
+        curves = [
+            [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+            for path in (directory / "run/metrics.jsonl", directory / "pytorch/metrics.jsonl")
+        ]
         apart = [abs(a - b) / b for a, b in zip(*curves, strict=True)]
-        return {"losses": curves, "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
-                                          f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step"}
+        return {
+            "losses": curves,
+            "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
+            f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step",
+        }
 
 
 def why_it_failed(watched):

@@ -15,8 +15,12 @@ class DriveError(Exception):
     """What could not be done, and what a person can do about it."""
 
 
-UNITS = {"": 1, "B": 1, **{f"{prefix}B": 1000 ** power for power, prefix in enumerate("KMGT", 1)},
-         **{f"{prefix}iB": 1024 ** power for power, prefix in enumerate("KMGT", 1)}}
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
 
 
 def number(text):

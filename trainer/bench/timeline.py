@@ -19,8 +19,16 @@ from xml.sax.saxutils import escape
 TRACKS = ["compute", "gather and scatter", "copies", "collectives", "reads", "writes", "updates", "commits"]
 BINS = 400
 WIDTH, ROW, LEFT, RIGHT, TOP = 900, 44, 150, 240, 56
-COLORS = {"compute": "#2f6f4f", "gather and scatter": "#8a6d3b", "copies": "#6a4c93", "collectives": "#a23b72", "reads": "#1f6fb2",
-          "writes": "#c8553d", "updates": "#5b8c2a", "commits": "#444444"}
+COLORS = {
+    "compute": "#2f6f4f",
+    "gather and scatter": "#8a6d3b",
+    "copies": "#6a4c93",
+    "collectives": "#a23b72",
+    "reads": "#1f6fb2",
+    "writes": "#c8553d",
+    "updates": "#5b8c2a",
+    "commits": "#444444",
+}
 
 
 def main():
@@ -80,8 +88,11 @@ class Step:
     def svg(self, title):
         shown = [track for track in TRACKS if any(self.bins[track])]
         height = TOP + len(shown) * ROW + 48
-        out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + LEFT + RIGHT}" height="{height}" font-family="sans-serif" font-size="13">',
-               '<rect width="100%" height="100%" fill="white"/>', f'<text x="{LEFT}" y="26" font-size="16">{escape(title)}</text>']
+        out = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + LEFT + RIGHT}" height="{height}" font-family="sans-serif" font-size="13">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<text x="{LEFT}" y="26" font-size="16">{escape(title)}</text>',
+        ]
         for row, track in enumerate(shown):
             base = TOP + (row + 1) * ROW - 8
             most = max(self.bins[track])

@@ -28,8 +28,9 @@ def run(command, *, log, timeout_s, env=None, first_line=None):
     gpu_before = gpu_bytes()
     with open(log, "wb") as out:
         # A session of its own: signals reach all of it, and nothing outlives it.
-        child = subprocess.Popen([str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                 env=env, start_new_session=True)
+        child = subprocess.Popen(
+            [str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+        )
         try:
             sampler = threading.Thread(target=sample, args=(child, watched, gpu_before), daemon=True)
             sampler.start()

@@ -28,9 +28,7 @@ def tag(files):
     for file in files:
         data = file.read_bytes()
         fitting = [
-            number
-            for number, (stdlib, abi) in ALLOWED.items()
-            if newest(data, b"GLIBCXX") <= numbers(stdlib) and newest(data, b"CXXABI") <= numbers(abi)
+            number for number, (stdlib, abi) in ALLOWED.items() if newest(data, b"GLIBCXX") <= numbers(stdlib) and newest(data, b"CXXABI") <= numbers(abi)
         ]
         if not fitting:
             sys.exit(f"{file}: needs a newer libstdc++ than any known tag allows: add it to ALLOWED")

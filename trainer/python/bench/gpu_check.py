@@ -86,8 +86,17 @@ class Checks:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4,
-                             num_key_value_heads=2, use_cache=False, attention_dropout=dropout, attn_implementation="eager")
+        config = LlamaConfig(
+            vocab_size=2048,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+            attention_dropout=dropout,
+            attn_implementation="eager",
+        )
         model = LlamaForCausalLM(config).to(self.device, dtype).train()
         if checkpointing:
             reentrant = checkpointing == "reentrant"
@@ -211,7 +220,7 @@ class Checks:
             check(torch.cuda.device_count() > 1, f"{torch.cuda.device_count()} GPU; two ranks need two")
         tiers = (("none", "immediate", 0.0), ("cpu", "immediate", 0.0), ("cpu", "deferred", 0.5), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0))
         for dtype in ("float32", "bfloat16"):
-            (one,), = self.found_by(1, "work_batches", [(*tiers[0], dtype, False)])
+            ((one,),) = self.found_by(1, "work_batches", [(*tiers[0], dtype, False)])
             cases = [(*tier, dtype, halves) for tier in tiers for halves in (False, True)]
             lefts, rights = self.found_by(2, "work_batches", cases)
             for case, left, right in zip(cases, lefts, rights):
@@ -316,8 +325,14 @@ class Checks:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         wide = self.device == "cuda"
-        config = LlamaConfig(vocab_size=8192 if wide else 64, hidden_size=2048 if wide else 32, intermediate_size=5504 if wide else 64,
-                             num_hidden_layers=8 if wide else 3, num_attention_heads=16 if wide else 4, use_cache=False)
+        config = LlamaConfig(
+            vocab_size=8192 if wide else 64,
+            hidden_size=2048 if wide else 32,
+            intermediate_size=5504 if wide else 64,
+            num_hidden_layers=8 if wide else 3,
+            num_attention_heads=16 if wide else 4,
+            use_cache=False,
+        )
         for precision in ("bf16", "fp16"):
             rows = {}
             for offload in (False, True):
@@ -389,8 +404,15 @@ class Checks:
             port = free.getsockname()[1]
         children = []
         for rank in range(count):
-            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             result = self.out / f"rank-{rank}.json"
             result.unlink(missing_ok=True)
             command = [sys.executable, __file__, "--out", self.out, "--bin", self.programs, "--work", json.dumps([work, *words])]
@@ -584,7 +606,9 @@ class Checks:
             directory = self.out / name
             directory.mkdir(exist_ok=True)
             config = {
-                "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": 1.0,
                 "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(directory)}},
                 "offloadd": {"program": str(self.programs / "offloadd")},
             }

@@ -142,7 +142,7 @@ def measured(args, clock):
     model = Model(args.units, args.width).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     settings = {"gradient_accumulation_steps": 1, "zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"units": ["Block"]}}
-    with tempfile.TemporaryDirectory() as directory, offloadd.prepare(model, optimizer, settings, run_dir=directory + "/run") as run:
+    with tempfile.TemporaryDirectory() as directory, offloadd.prepare(model, optimizer, settings, run_dir=directory + "/run"):
         steps(model, optimizer, x, 3, wait)
         if clock is not None:
             clock.forget()

@@ -229,9 +229,7 @@ class Case:
             more["ACCELERATE_USE_CPU"] = "1"
         log = self.work / f"{out.name}{'-resumed' if resume else ''}.log"
         with open(log, "w") as output:
-            process = subprocess.Popen(
-                command, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.work
-            )
+            process = subprocess.Popen(command, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.work)
         # The last files that a checkpoint gets.
         last = [f"random_states_{rank}.pkl" for rank in range(self.nproc)] if self.twin else ["trainer_state.json"]
         deadline = time.monotonic() + RUN_SECONDS_MAX

@@ -264,8 +264,15 @@ def measure(args, name, row):
         free, total = torch.cuda.mem_get_info()
         used = total - free
     found = {
-        "samples_per_s": samples * args.steps / seconds, "step_s": seconds / args.steps, "params": params, "samples": samples, "tokens": tokens,
-        "gpu_bytes": used, "losses": [float(loss) for loss in losses], "torch": torch.__version__, "transformers": transformers.__version__,
+        "samples_per_s": samples * args.steps / seconds,
+        "step_s": seconds / args.steps,
+        "params": params,
+        "samples": samples,
+        "tokens": tokens,
+        "gpu_bytes": used,
+        "losses": [float(loss) for loss in losses],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
     print(json.dumps(found), flush=True)
     end()

@@ -216,6 +216,7 @@ class Tree(nn.Module):
         x = self.entry(x)
         earlier, extra = [x], []
         for indices, how, flag, skip, uses_aux in plan:
+
             def region(x, indices=indices, flag=flag):
                 aux = None
                 for index in indices:

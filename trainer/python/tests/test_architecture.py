@@ -62,7 +62,9 @@ def test_files_import_from_lower_layers_only():
 
 def test_an_import_in_a_function_and_one_for_types_count(tmp_path):
     file = tmp_path / "_console.py"
-    file.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ._run import Run\ndef late():\n    from . import _engine\n    import offloadd.hf\n")
+    file.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ._run import Run\ndef late():\n    from . import _engine\n    import offloadd.hf\n"
+    )
     assert imported(file).keys() == {"_run", "_engine", "hf"}
 
 

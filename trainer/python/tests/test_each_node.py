@@ -206,7 +206,7 @@ def kill_before_naming(rank, directory):
 
 def kill_while_copying(rank, directory):
     _nodes._SILENT_S = 2.0
-    gather, calls = _transfers.Transfers.gather_nodes, iter(range(100))
+    gather = _transfers.Transfers.gather_nodes
 
     def gather_nodes(ranks, own):
         # The first one with contents.

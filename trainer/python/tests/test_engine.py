@@ -367,6 +367,7 @@ def test_freezing_a_part_during_training_is_seen():
 
 def test_few_units_are_here_at_once_and_each_comes_twice():
     """Once for its forward, once for its backward; with parameters that have no gradient and inputs that are handed through too."""
+
     class Hands(Block):
         def __init__(self):
             super().__init__()

@@ -130,7 +130,9 @@ def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
 
 def test_an_error_of_offloadds_ends_in_one_message_and_the_exit_status_says_whose_error_it_was(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys\nif sys.argv[1] == 'ours':\n    import offloadd\n    raise offloadd.NotSupported('not here: do that')\nraise ValueError('own')\n")
+    script.write_text(
+        "import sys\nif sys.argv[1] == 'ours':\n    import offloadd\n    raise offloadd.NotSupported('not here: do that')\nraise ValueError('own')\n"
+    )
     ours = offloadd_run("--nproc", 2, script, "ours")
     assert ours.returncode == 3 and "Traceback" not in ours.stderr, ours.stderr
     # torchrun ends the other rank, which may have said it, too.
@@ -156,7 +158,11 @@ def test_a_launcher_ends_like_the_processes_it_started():
             self.failures = dict(enumerate(types.SimpleNamespace(exitcode=code) for code in codes))
 
     of_command = lambda status: subprocess.CalledProcessError(status, ["python"])
-    assert ended(ChildFailedError(3, -15), "torch.distributed.run") and not ended(ChildFailedError(-15), "torch.distributed.run") and not ended(ChildFailedError(3, 1), "torch.distributed.run")
+    assert (
+        ended(ChildFailedError(3, -15), "torch.distributed.run")
+        and not ended(ChildFailedError(-15), "torch.distributed.run")
+        and not ended(ChildFailedError(3, 1), "torch.distributed.run")
+    )
     assert ended(of_command(3), "accelerate.commands.launch")
     assert not ended(of_command(1), "accelerate.commands.launch") and not ended(of_command(3), "__main__")
 
@@ -178,4 +184,3 @@ def test_another_sitecustomize_still_runs(tmp_path):
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     # Once for the launcher, once below it.
     assert result.stdout.splitlines() == ["the other ran", "the other ran", "None False"], result.stderr
-

@@ -144,7 +144,7 @@ def test_a_daemon_killed_while_the_script_waits_is_a_typed_error_and_the_run_res
 
 @needs_daemon
 def test_a_fork_cannot_use_the_run_and_changes_nothing_when_it_ends(tmp_path):
-    text = '''
+    text = """
 with test_faults.run_of(pathlib.Path(sys.argv[1])) as (run, model, optimizer):
     train(model, optimizer, batches(6)[:3])
     child = os.fork()
@@ -160,7 +160,7 @@ with test_faults.run_of(pathlib.Path(sys.argv[1])) as (run, model, optimizer):
     print("child ended", flush=True)
     train(model, optimizer, batches(6)[3:])
     test_faults.torch.save(test_faults.weights(model), sys.argv[1] + "/weights")
-'''
+"""
     process = script(tmp_path, text)
     out, errors = process.communicate()
     assert process.returncode == 0, errors

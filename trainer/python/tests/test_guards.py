@@ -10,7 +10,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import forks
@@ -28,6 +27,7 @@ from test_runs import lines_of
 
 def random_models(first, last):
     """A check: all seeds have plain PyTorch's bits."""
+
     def check(tmp_path):
         for seed in range(first, last):
             test_random_models.compare(seed)

@@ -91,7 +91,9 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
 
 
 @needs_daemon
-@pytest.mark.parametrize("way, device, last_line, resumed", [("deepspeed", "cpu", "evaluates 6", 4), ("attach", "cpu", "evaluates 6", 4), ("deepspeed", "nvme", "resumed 0", 0)])
+@pytest.mark.parametrize(
+    "way, device, last_line, resumed", [("deepspeed", "cpu", "evaluates 6", 4), ("attach", "cpu", "evaluates 6", 4), ("deepspeed", "nvme", "resumed 0", 0)]
+)
 def test_a_run_without_a_committed_step_resumes_from_the_newest_checkpoint(tmp_path, plain, way, device, last_line, resumed):
     settings = {**config(device, tmp_path), **(DEEPSPEED if way == "deepspeed" else {})}
     killed = start(way, tmp_path / "out", settings)

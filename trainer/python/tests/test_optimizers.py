@@ -13,9 +13,7 @@ PARAMS = [nn.Parameter(torch.zeros(4, 4))]
 
 # Every optimizer that torch has, with the arguments that it needs.
 TORCHS = {
-    name: one
-    for name, one in vars(torch.optim).items()
-    if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
+    name: one for name, one in vars(torch.optim).items() if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
 }
 TAKEN = [("Adam", {}), ("AdamW", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True, "weight_decay": 0.3}), ("AdamW", {"lr": torch.tensor(1e-3)})]
 OPTIONS = [
@@ -92,7 +90,9 @@ def test_what_is_no_optimizer_or_has_a_step_of_its_own_is_named():
     class Own(torch.optim.AdamW):
         pass
 
-    with pytest.raises(offloadd.NotSupported, match=r"test_optimizers\.\S+Own, .* use torch.optim.AdamW itself, since a subclass's own step would not be called"):
+    with pytest.raises(
+        offloadd.NotSupported, match=r"test_optimizers\.\S+Own, .* use torch.optim.AdamW itself, since a subclass's own step would not be called"
+    ):
         check_optimizer(Own(PARAMS))
     with pytest.raises(offloadd.Error, match="the optimizer is a builtins.list, which is no torch.optim.Optimizer"):
         check_optimizer([])

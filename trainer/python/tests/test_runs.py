@@ -137,6 +137,7 @@ def test_sums_of_bf16_gradients_are_not_rounded_unless_asked_for(tmp_path, wante
 @pytest.mark.parametrize("groups", [False, True])
 def test_twenty_steps_are_those_of_torchs_adamw(tmp_path, groups):
     """Within 1e-6; with clipping, whose norm torch sums in another order, within 1e-5."""
+
     def run(prepare):
         torch.manual_seed(0)
         model = randomize(Net(6))
@@ -277,7 +278,7 @@ def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, 'offload_param.device: "disk": use "none", "cpu" or "nvme"'),
         ({"zero_optimization": {"offload_params": {"device": "nvme"}}}, "did you mean `zero_optimization.offload_param`?"),
         ({"zero_optimization": {"offload_param": "nvme"}}, 'offload_param: expected a table, got "nvme"'),
-        ({"zero_optimization": {"cpu_offload_params": True}}, 'cpu_offload_params is not supported: write zero_optimization.offload_param'),
+        ({"zero_optimization": {"cpu_offload_params": True}}, "cpu_offload_params is not supported: write zero_optimization.offload_param"),
         ({"fp16": {"enable": True}}, "unknown key `fp16.enable`; did you mean `fp16.enabled`?"),
         ({"offloadd": ["units"]}, 'offloadd: expected a table, got ["units"]'),
         ({"offloadd": {"units": "Block"}}, 'offloadd.units: expected a list of texts, for example ["a", "b"], got "Block": write ["Block"]'),

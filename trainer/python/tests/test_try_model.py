@@ -75,7 +75,9 @@ def plain_answers(model, rows, batch, **how):
 def program(monkeypatch):
     """The daemon that was built, and no GPU."""
     plain = offloadd._served.settings_of
-    monkeypatch.setattr(offloadd._served, "settings_of", lambda config: plain({**config, "offloadd": {**config["offloadd"], "program": PROGRAM, "compute_device": "cpu"}}))
+    monkeypatch.setattr(
+        offloadd._served, "settings_of", lambda config: plain({**config, "offloadd": {**config["offloadd"], "program": PROGRAM, "compute_device": "cpu"}})
+    )
 
 
 @needs_daemon

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 # Names and the modules they come from, imported when they are used: console scripts start without torch.
 _FROM = {
-    **dict.fromkeys(
-        ["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported", "OrderDiffers", "RankGone"], "_errors"
-    ),
+    **dict.fromkeys(["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported", "OrderDiffers", "RankGone"], "_errors"),
     "Plan": "_plan",
     "Run": "_run",
     "TrainingEngine": "_initialize",

@@ -51,8 +51,12 @@ def _check(accelerator: Any, model: nn.Module) -> None:
         return
     # A second `train` of a Trainer goes on with the engine of the first.
     if prepared and how == "DEEPSPEED" and "engine" not in _deepspeed.beginning:
-        raise NotSupported("Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run")
+        raise NotSupported(
+            "Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run"
+        )
     if prepared and how in _DIVIDE:
-        raise NotSupported(f"Accelerate's {how} around a prepared model: offloadd divides the model among the ranks itself; leave {how} out of Accelerate's configuration")
+        raise NotSupported(
+            f"Accelerate's {how} around a prepared model: offloadd divides the model among the ranks itself; leave {how} out of Accelerate's configuration"
+        )
     if (prepared or how == "DEEPSPEED") and accelerator.mixed_precision == "fp8":
         raise NotSupported('Accelerate with mixed_precision="fp8" replaces layers of the model, whose parameters are in tiles: use mixed_precision="bf16"')

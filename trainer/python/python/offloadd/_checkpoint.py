@@ -151,9 +151,7 @@ def _describe(commits: Commits, files: Files, client_state: dict[str, Any], froz
     try:
         torch.load(io.BytesIO(state), weights_only=True)
     except Exception as error:
-        raise NotSupported(
-            f"client_state: a checkpoint holds plain data (numbers, texts, tensors, lists, dicts): {error}"
-        ) from None
+        raise NotSupported(f"client_state: a checkpoint holds plain data (numbers, texts, tensors, lists, dicts): {error}") from None
     write_flushed(partial / _STATE, state)
     kept = described(partial, _STATE)
     state_json = json.dumps({"layout": commits.layout.units, "others": [*files.others, kept]})

@@ -284,9 +284,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     # A file with variables for other nodes, which `accelerate launch` names.
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
     "deepspeed.moe": {},
-    "deepspeed.moe.utils": {
-        name: refused_when_called(f"deepspeed.moe.utils.{name}") for name in ("split_params_into_different_moe_groups_for_optimizer",)
-    },
+    "deepspeed.moe.utils": {name: refused_when_called(f"deepspeed.moe.utils.{name}") for name in ("split_params_into_different_moe_groups_for_optimizer",)},
     "deepspeed.ops": {},
     "deepspeed.ops.adam": _OPTIMIZERS,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam},

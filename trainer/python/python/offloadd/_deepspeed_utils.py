@@ -267,7 +267,15 @@ class PyFileWriter:
 class FastFileWriterConfig:
     """Accepts the settings of DeepSpeed's writer: the file is written by the system."""
 
-    def __init__(self, dnvme_handle: Any = None, pinned_tensor: Any = None, double_buffer: bool = True, num_parallel_writers: int = 1, writer_rank: int = 0, global_rank: int = 0) -> None:
+    def __init__(
+        self,
+        dnvme_handle: Any = None,
+        pinned_tensor: Any = None,
+        double_buffer: bool = True,
+        num_parallel_writers: int = 1,
+        writer_rank: int = 0,
+        global_rank: int = 0,
+    ) -> None:
         self.num_parallel_writers, self.writer_rank = num_parallel_writers, writer_rank
         if num_parallel_writers != 1:
             raise NotSupported(f"FastFileWriterConfig: num_parallel_writers={num_parallel_writers}: each rank writes its own files; leave it out")
@@ -294,5 +302,3 @@ def collective(name: str) -> Callable:
         return plain(*args, **kwargs)
 
     return call
-
-

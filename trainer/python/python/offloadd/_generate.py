@@ -1,6 +1,6 @@
 """`python -m offloadd generate`: answers to the prompts of a file, a batch at a time.
 
-    x.jsonl ──▶ batches ──▶ y.jsonl.part: the settings, then whole batches ──▶ y.jsonl, when all are there
+x.jsonl ──▶ batches ──▶ y.jsonl.part: the settings, then whole batches ──▶ y.jsonl, when all are there
 """
 
 from __future__ import annotations

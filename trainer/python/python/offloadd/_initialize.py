@@ -328,9 +328,7 @@ class TrainingEngine:
 
     # Data
 
-    def deepspeed_io(
-        self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None
-    ) -> "Batches":
+    def deepspeed_io(self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None) -> "Batches":
         """A loader of micro-batches in random order, of each rank's part of the data; a resumed run continues in it."""
         iterable, sampler = isinstance(dataset, torch.utils.data.IterableDataset), None
         if self.world_size > 1 and not iterable:
@@ -380,8 +378,7 @@ class TrainingEngine:
         partial = load_module_only or not (load_optimizer_states and load_lr_scheduler_states)
         if partial or custom_load_fn is not None:
             raise NotSupported(
-                "load_checkpoint: a checkpoint is loaded whole: leave out load_module_only, load_optimizer_states, load_lr_scheduler_states and "
-                "custom_load_fn"
+                "load_checkpoint: a checkpoint is loaded whole: leave out load_module_only, load_optimizer_states, load_lr_scheduler_states and custom_load_fn"
             )
         return load_checkpoint(self.run.commits, Path(load_dir), None if tag is None else str(tag))
 

@@ -134,7 +134,9 @@ def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDe
     if device.type == "cpu" and where.type == "cpu":
         return None
     if device.type != "cuda" or where.type not in ("cpu", "cuda"):
-        raise NotSupported(f"parameters on {where} cannot be brought to {device}: move the model to the CPU or to a CUDA GPU, and set offloadd.compute_device to one of these")
+        raise NotSupported(
+            f"parameters on {where} cannot be brought to {device}: move the model to the CPU or to a CUDA GPU, and set offloadd.compute_device to one of these"
+        )
     gpu = GpuDevice(device)
     try:
         _offloadd.gpu_name(gpu.index)

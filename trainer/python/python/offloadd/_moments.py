@@ -182,8 +182,7 @@ def check_room(bytes_: int, what: str) -> None:
     available = _offloadd.host_available_bytes()
     if available is not None and bytes_ > available:
         raise Error(
-            f"{what} takes {bytes_text(bytes_)} of host memory, and {bytes_text(available)} are available: use run.save_checkpoint(directory), which "
-            "needs none"
+            f"{what} takes {bytes_text(bytes_)} of host memory, and {bytes_text(available)} are available: use run.save_checkpoint(directory), which needs none"
         )
 
 

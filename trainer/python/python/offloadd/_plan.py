@@ -32,9 +32,7 @@ _STATE_BYTES_PER_ELEM = 16
 class Plan:
     """A run's figures; `str` writes them for people."""
 
-    def __init__(
-        self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None
-    ) -> None:
+    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
         self.run_dir, self.job = part_of(run_dir, places.node)
@@ -108,8 +106,7 @@ class Plan:
     def __str__(self) -> str:
         f = self.figures
         lines = [
-            f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of "
-            f"{f['tile_elems']} elements",
+            f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of {f['tile_elems']} elements",
             f"host      {bytes_text(self.host_bytes)}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
             f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}"
             + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else ""),
@@ -169,9 +166,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
                 "elem_bytes": unit.dtype.itemsize,
                 "gradient_dtype": _type(unit.gradient_dtype),
                 "trained": unit.trained,
-                "params": [
-                    {"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)
-                ],
+                "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
             }
             for unit in units
         ],
@@ -187,8 +182,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         "moments": settings.moments,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
-        "staging_bytes": settings.staging_bytes
-        or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
+        "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
         **(_updaters(settings, gpu, len(places.local)) if trains else {"update_threads": 1, "update_gpu": None}),
         "rank": places.rank,
         "ranks": places.count,

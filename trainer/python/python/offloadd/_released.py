@@ -134,7 +134,9 @@ class Released(nn.Parameter):
             others = lambda one: one.view(one.shape) if isinstance(one, Released) and one.reader is not reader else one
             return func(*tree_map(others, args), **tree_map(others, kwargs))
         if func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-            raise NotSupported(f"a new parameter made of {reader.name(args[0])}, whose values are in tiles: build it before offloadd.prepare, or of a clone() of it")
+            raise NotSupported(
+                f"a new parameter made of {reader.name(args[0])}, whose values are in tiles: build it before offloadd.prepare, or of a clone() of it"
+            )
         if func in _REQUIRES_GRAD:
             reader.check_trainable(args[0], *args[1:], **kwargs)
             with AS_TENSORS():

@@ -29,7 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive, default=256, help="longest answer in tokens (%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability together (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers of sampling (%(default)s)")
-    parser.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive that is to have the weights; several are allowed. Without it they are in host memory")
+    parser.add_argument(
+        "--nvme",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="directory on a drive that is to have the weights; several are allowed. Without it they are in host memory",
+    )
     parser.add_argument("--device", help="where the model computes, such as cuda:0 (the first GPU, or the CPU)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights (that of the model's config.json)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
@@ -116,7 +122,9 @@ def check_is_model(name: str) -> None:
             'trainer.save_model("out") or model.save_pretrained("out"); then name out'
         )
     if (path / _NATIVE).exists():
-        raise Error(f"{path} is the run directory of `trainer`, which has tiles and no model: write it with `trainer export {path} --out {path}-model`, and name {path}-model")
+        raise Error(
+            f"{path} is the run directory of `trainer`, which has tiles and no model: write it with `trainer export {path} --out {path}-model`, and name {path}-model"
+        )
     raise Error(f"{path} is no model: it has no config.json; name a directory that save_pretrained or `trainer export` has written")
 
 

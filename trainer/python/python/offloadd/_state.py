@@ -107,7 +107,9 @@ def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
     try:
         write_flushed(path, data, private=True)
     except OSError as error:
-        raise Error(f"{path}: the state of step {state['steps_done']} cannot be written: {error.strerror}; free some space, then continue or start the script again") from None
+        raise Error(
+            f"{path}: the state of step {state['steps_done']} cannot be written: {error.strerror}; free some space, then continue or start the script again"
+        ) from None
     old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
     for one in old[:-_FILES_KEPT]:
         one.unlink()

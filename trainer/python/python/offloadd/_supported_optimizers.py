@@ -48,7 +48,9 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
                 raise NotSupported(f"{name} with {key}=True: leave it out")
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
-            raise NotSupported(f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight")
+            raise NotSupported(
+                f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight"
+            )
 
 
 def name_of(kind: type) -> str:

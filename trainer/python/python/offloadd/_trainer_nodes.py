@@ -1,8 +1,8 @@
 """Checkpoints of Hugging Face's Trainer on nodes that share no directory (checkpoint.use_node_local_storage): every node keeps all of them.
 
-    OUTPUT_DIR/checkpoint-N/TAG, latest      see `_checkpoint`
-    OUTPUT_DIR/checkpoint-N/rng_state_N.pth  random numbers of each rank, which nodes exchange
-    OUTPUT_DIR/checkpoint-N/...              weights and the Trainer's state, which it writes on each node (save_on_each_node)
+OUTPUT_DIR/checkpoint-N/TAG, latest      see `_checkpoint`
+OUTPUT_DIR/checkpoint-N/rng_state_N.pth  random numbers of each rank, which nodes exchange
+OUTPUT_DIR/checkpoint-N/...              weights and the Trainer's state, which it writes on each node (save_on_each_node)
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def _refuse(kind: type, name: str, instead: str = "call the model itself") -> No
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         first = args[0] if args else kwargs.get("module", ())
         if is_prepared(first.parameters() if isinstance(first, nn.Module) else first):
-            raise NotSupported(f"{name} around a prepared model: offloadd divides the model among the ranks and adds their gradients up itself; leave {name} out: {instead}")
+            raise NotSupported(
+                f"{name} around a prepared model: offloadd divides the model among the ranks and adds their gradients up itself; leave {name} out: {instead}"
+            )
         plain(self, *args, **kwargs)
 
     __init__._offloadd_refuses = True

@@ -51,9 +51,7 @@ def keep_in_place(args: Arguments) -> Arguments:
     return kept
 
 
-def attach(
-    trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, run_dir: Optional[Union[str, os.PathLike]] = None
-) -> Run:
+def attach(trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, run_dir: Optional[Union[str, os.PathLike]] = None) -> Run:
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
     The model computes on the Trainer's GPU, if it has one; it must fit there unless the Trainer was made with arguments of

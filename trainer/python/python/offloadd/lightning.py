@@ -55,9 +55,7 @@ class Strategy(DDPStrategy):
 
     strategy_name = "offloadd"
 
-    def __init__(
-        self, config: Union[str, os.PathLike, Mapping[str, Any]], *, run_dir: Optional[Union[str, os.PathLike]] = None, **ddp: Any
-    ) -> None:
+    def __init__(self, config: Union[str, os.PathLike, Mapping[str, Any]], *, run_dir: Optional[Union[str, os.PathLike]] = None, **ddp: Any) -> None:
         super().__init__(**ddp)
         self._config, self._run_dir = read(config), run_dir
         self._run: Optional[Run] = None
@@ -181,7 +179,9 @@ class Strategy(DDPStrategy):
             bring(self._run.settings, self._run.ranks, path.parent, path.name)
         if not path.is_dir():
             if self._is_open():
-                raise NotSupported(f"{path}: fit resumes from a checkpoint of offloadd.lightning.Strategy, a directory; load the weights of another one into the model before fit")
+                raise NotSupported(
+                    f"{path}: fit resumes from a checkpoint of offloadd.lightning.Strategy, a directory; load the weights of another one into the model before fit"
+                )
             return super().load_checkpoint(checkpoint_path, weights_only)
         rank = 0
         if self._is_open():

@@ -99,7 +99,9 @@ def classify(args):
     net = Classifier()
     plain = copy.deepcopy(net)
     data = torch.utils.data.TensorDataset(torch.randn(24, 3, 12, 12), torch.randint(0, 10, (24,)))
-    engine, _, loader, _ = deepspeed.initialize(args=args, model=net, model_parameters=filter(lambda p: p.requires_grad, net.parameters()), training_data=data, config=settings)
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=net, model_parameters=filter(lambda p: p.requires_grad, net.parameters()), training_data=data, config=settings
+    )
     device, seen, losses = get_accelerator().device_name(engine.local_rank), [], []
     assert not engine.bfloat16_enabled() and not engine.fp16_enabled()
     for images, labels in loader:

@@ -29,9 +29,7 @@ torch.manual_seed(4), random.seed(4)
 model = nn.Sequential(nn.Sequential(*(Block() for _ in range(5))), nn.Linear(48, 1))
 # Too large for a commit's own record: it lies in a file beside the run.
 model.register_buffer("seen", torch.zeros(config.pop("buffer_elems", 1)))
-optimizer = torch.optim.AdamW(
-    [{"params": model[0].parameters(), "lr": 2e-3}, {"params": model[1].parameters(), "weight_decay": 0.1}], lr=1e-3
-)
+optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 2e-3}, {"params": model[1].parameters(), "weight_decay": 0.1}], lr=1e-3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 data = torch.utils.data.TensorDataset(torch.arange(40).float())
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, num_workers=int(config.pop("workers", 0)))

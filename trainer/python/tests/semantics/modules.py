@@ -840,4 +840,3 @@ def _(s):
 @compiled.refused("`torch.export`", "before offloadd.prepare")
 def _(s):
     return torch.export.export(s.begin(net(dropout=0.0)), (s.x(),)).module()(s.x(1))
-

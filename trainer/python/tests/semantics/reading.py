@@ -59,7 +59,9 @@ read.equal("`numpy` of a parameter that requires a gradient", lambda s: s.w.nump
 read.equal("`numpy.asarray(w.detach())`", lambda s: float(numpy.asarray(s.w.detach()).max()))
 read.equal("`numpy.mean` of `w.data`", lambda s: float(numpy.mean(s.w.data.cpu().numpy())))
 read.equal("`tolist`", lambda s: s.w.tolist())
-read.equal("`torch.tensor(w)`, `new_tensor`", lambda s: [torch.tensor(s.w), torch.tensor([s.w[0, 0], s.w[1, 0]]), s.w.new_tensor(s.w), torch.ones(1).new_tensor(s.w)])
+read.equal(
+    "`torch.tensor(w)`, `new_tensor`", lambda s: [torch.tensor(s.w), torch.tensor([s.w[0, 0], s.w[1, 0]]), s.w.new_tensor(s.w), torch.ones(1).new_tensor(s.w)]
+)
 read.equal("`torch.sparse_coo_tensor` of a weight", lambda s: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), s.model.last.weight[:2]).to_dense())
 read.equal("a function of `torch.jit.script`", lambda s: _scripted()(s.w))
 read.equal("a gradient that is a weight", lambda s: [s.w.backward(s.w), s.optimizer.zero_grad(), torch.autograd.grad(s.w * 2, s.w, s.w)][2])
@@ -540,4 +542,3 @@ def _flops(s):
     with FlopCounterMode(display=False) as counter:
         _quiet(s)(s.x()).sum().backward()
     return counter.get_total_flops()
-
