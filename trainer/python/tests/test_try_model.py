@@ -49,7 +49,9 @@ def prompts(file, count=7):
     chance = random.Random(3)
     text = lambda: " ".join(chance.choices(WORDS, k=chance.randint(1, 6)))
     rows = [{"id": number, "prompt": text()} if number % 3 else {"messages": [{"role": "user", "content": text()}]} for number in range(count)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # A separator of Unicode ends no line of JSON.
+    rows[1]["note"] = "one\u2028two\x85three"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return rows
 
 
@@ -105,7 +107,7 @@ def test_answers_are_those_of_transformers_and_an_interrupted_command_goes_on(tm
     said = capfd.readouterr().err
     assert "has 4 answers: goes on after them" in said and "has the weights that an earlier start wrote" in said
     assert "7 of 7 prompts; " in said and " tokens/s; bound " in said
-    found = [json.loads(line) for line in (tmp_path / "y.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in open(tmp_path / "y.jsonl", encoding="utf-8")]
     assert found == [{**row, "completion": text} for row, text in zip(rows, plain_answers(model, rows, 2, seed=5))]
     assert len({row["completion"] for row in found}) > 1 and not (tmp_path / "y.jsonl.part").exists()
     assert main(command) == 1 and "y.jsonl exists: remove it" in capfd.readouterr().err
@@ -126,7 +128,7 @@ def test_greedy_answers_of_a_model_with(tmp_path, kind):
     model = made(tmp_path / "model", cls, **more)
     rows = prompts(tmp_path / "x.jsonl")
     assert main(["generate", str(model), "--prompts", str(tmp_path / "x.jsonl"), "--out", str(tmp_path / "y.jsonl"), "--max-new-tokens", "6"]) == 0
-    found = [json.loads(line)["completion"] for line in (tmp_path / "y.jsonl").read_text().splitlines()]
+    found = [json.loads(line)["completion"] for line in open(tmp_path / "y.jsonl", encoding="utf-8")]
     assert found == plain_answers(model, rows, 16)
 
 

@@ -58,7 +58,7 @@ def generate(given: argparse.Namespace) -> int:
     done = _begin(part, settings, rows)
     if done:
         say(f"{part} has {done} answers: goes on after them")
-    with Served(given) as served, open(part, "a") as file:
+    with Served(given) as served, open(part, "a", encoding="utf-8") as file:
         _check(served, rows, given.prompts)
         began, told, made = time.monotonic(), 0.0, Generated()
         for start in range(done, len(rows), given.batch):
@@ -75,7 +75,7 @@ def generate(given: argparse.Namespace) -> int:
                 seconds = (told - began) / (so_far - done) * left
                 rest = f"; about {_duration(seconds)} left" if left else ""
                 say(f"{so_far} of {len(rows)} prompts; {made.line(served.run.generation.bound)}{rest}")
-    with open(part) as file, open(f"{given.out}.new", "w") as whole:
+    with open(part, encoding="utf-8") as file, open(f"{given.out}.new", "w", encoding="utf-8") as whole:
         next(file)
         whole.writelines(file)
         whole.flush()
@@ -87,7 +87,8 @@ def generate(given: argparse.Namespace) -> int:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    # Not splitlines: a text may have separators of Unicode that end no line of JSON.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

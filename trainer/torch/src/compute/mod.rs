@@ -9,7 +9,8 @@
 //!
 //! A forward pass keeps only its output; a backward pass recomputes its unit from the unit's input. So
 //! weights are needed only while their unit runs, and memory holds one unit's graph and one activation for
-//! each unit. A GPU with enough memory may keep more of a block ([`ActivationCheckpointing`]).
+//! each unit. A GPU with enough memory may keep more of a block
+//! ([`ActivationCheckpointing`](training_run::computation::ActivationCheckpointing)).
 //!
 //! ```text
 //!   embedding.rs, block.rs, head.rs     the units with torch's autograd: how a processor computes
