@@ -78,6 +78,8 @@ class HostMemory:
     def release(self, unit: Unit) -> None:
         storage = unit.flat.untyped_storage()
         if storage.resizable():
+            # Its memory may be gone already.
+            unit.access.allow()
             storage.resize_(0)
             unit.access.forbid()
         else:
@@ -181,6 +183,7 @@ class GpuMemory:
         self._free(unit)
 
     def _free(self, unit: Unit) -> None:
+        unit.access.allow()
         self._gpu.free(unit.flat.untyped_storage())
         unit.access.forbid()
 
