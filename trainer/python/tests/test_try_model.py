@@ -139,7 +139,7 @@ def test_what_cannot_be_answered_is_refused_before_anything_is_loaded(tmp_path, 
         return capfd.readouterr().err
 
     assert "x.jsonl: line 2 has neither" in said(model, '{"prompt": "w1"}\n{"text": "w1"}\n')
-    assert "x.jsonl: line 1 is no JSON" in said(model, "w1\n")
+    assert "x.jsonl: line 1 is not valid JSON" in said(model, "w1\n")
     assert "x.jsonl has no prompts" in said(model, "\n")
     one = '{"prompt": "w1"}\n'
     (tmp_path / "native").mkdir()

@@ -94,7 +94,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise Error(f"{path}: line {number} is no JSON: {error}") from None
+            raise Error(f"{path}: line {number} is not valid JSON: {error}") from None
         if not isinstance(row, dict) or not ("messages" in row or "prompt" in row):
             raise Error(f'{path}: line {number} has neither "prompt" nor "messages": write {{"prompt": "text"}}')
         rows.append(row)
