@@ -1,14 +1,16 @@
 //! Tests that a daemon killed at any moment leaves no generation that is torn, mixed from two, or older than the acknowledged one. The moments are
 //! random, and the seed is printed.
 
-use std::time::Duration;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use offload_client::{ClientError, Generation, Session, TileIndex};
 
 use crate::real::*;
 
 /// Kills the daemon repeatedly at random moments of writing and committing, and compares the store with the acknowledged generations: never less, and
-/// never a mixture.
+/// never a mixture. A moment is a number of steps and a part of one: a number of milliseconds would end every round of a busy machine before its first
+/// commit.
 #[test]
 fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_acknowledged() {
     let place = Place::new();
@@ -52,13 +54,18 @@ fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_ack
                 assert_content(&mut session, tile..tile + 1, seed);
             }
         }
-        let moment = Duration::from_micros(random(30_000));
+        let (whole_steps, percent_of_next) = (random(8) as usize, random(100) as u32);
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                std::thread::sleep(moment);
-                kill_9(&daemon);
+            let (finish_step, step_times) = mpsc::channel();
+            let daemon = &daemon;
+            scope.spawn(move || {
+                let last = step_times.iter().take(whole_steps).last();
+                let next = last.unwrap_or(Duration::from_millis(3));
+                std::thread::sleep(next * percent_of_next / 100);
+                kill_9(daemon);
             });
             for step in 1.. {
+                let started = Instant::now();
                 let mut next = generations[acknowledged].clone();
                 let first = random(u64::from(TILE_COUNT)) as u32;
                 for tile in first..TILE_COUNT.min(first + 4) {
@@ -73,6 +80,8 @@ fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_ack
                     return;
                 }
                 acknowledged += 1;
+                // Nobody receives it once the moment has come.
+                let _ = finish_step.send(started.elapsed());
             }
         });
     }
