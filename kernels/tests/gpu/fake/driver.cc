@@ -67,6 +67,16 @@ bool allocated(unsigned long long address, size_t bytes) {
     return address + bytes <= found->first + found->second.second;
 }
 
+// Lent memory is freed by its owner, without a word to this driver: what an allocator gives out again is lent no longer.
+void forget_lent(unsigned long long address, size_t bytes) {
+    auto found = memory.upper_bound(address);
+    if (found != memory.begin()) --found;
+    while (found != memory.end() && found->first < address + bytes) {
+        bool overlaps = found->first + found->second.second > address;
+        found = overlaps && !found->second.first ? memory.erase(found) : std::next(found);
+    }
+}
+
 // One block's threads as fibers.
 struct Fiber {
     ucontext_t context;
@@ -167,6 +177,7 @@ API cuMemAlloc_v2(unsigned long long *address, size_t bytes) {
     memset(place, 0xCD, bytes);
     used_bytes += bytes;
     *address = reinterpret_cast<unsigned long long>(place);
+    forget_lent(*address, bytes);
     memory[*address] = {place, bytes};
     return 0;
 }
@@ -202,6 +213,7 @@ static void must_be_allocated(unsigned long long address, size_t bytes) {
 // Makes memory of another allocator, such as a tensor's, count as device memory until it is taken back.
 API fake_lend(unsigned long long address, size_t bytes) {
     LOCK;
+    forget_lent(address, bytes);
     return memory.emplace(address, std::make_pair(nullptr, bytes)).second ? 0 : INVALID_VALUE;
 }
 API fake_take_back(unsigned long long address) {

@@ -75,8 +75,6 @@ class FakeGpu:
 
     def _lend(self, storage):
         ctypes.memset(storage.data_ptr(), 0xFF, storage.size())
-        # What the end of a run gives back to its model is freed with the model, without a word to the fake.
-        driver.fake_take_back(ctypes.c_ulonglong(storage.data_ptr()))
         call("fake_lend", ctypes.c_ulonglong(storage.data_ptr()), ctypes.c_size_t(storage.size()))
 
 
