@@ -51,7 +51,7 @@ print(":".join([os.path.join(torch_directory, "lib"), *beside]))')
         set -- \
             "lib train::tests compute::tests::buffers --nocapture" \
             "model_gpu --nocapture" \
-            "runs parity:: activations:: --nocapture"
+            "runs parity:: activations:: gpu_units:: --nocapture"
     fi
     cd "$built_in/trainer/torch"
     for test in "$@"; do

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Measures groups of micro-batches on a GPU: seconds, TFLOPS and GPU memory of a step with more and more tokens.
+"""Measures places of the state and groups of micro-batches on a GPU: seconds, TFLOPS and GPU memory of a step with more and more tokens.
 
-    trainer/bench/groups.py [--bin DIRECTORY] [--places resident host] [--tokens 16k 64k 256k 1m] [--groups plan all]
+    trainer/bench/groups.py [--bin DIRECTORY] [--places resident host host-gpu] [--tokens 16k 64k 256k 1m] [--groups plan all]
+    trainer/bench/groups.py --places resident host host-gpu --fractions 0.5 0.9 --tokens 16k
 
 Each row trains a few steps of the model with --micro sequences a micro-batch; a group is the plan's choice ("plan"), all micro-batches
-together ("all"), or a number. Losses of rows that differ in nothing but the group must be the same in bits: the script says so, and ends
-with status 1 if they are not. The programs may be built elsewhere: --bin needs trainer, trainer-with-torch and offloadd in one directory,
+together ("all"), or a number. --fractions are fractions of the parameters whose tiles are in GPU memory, a row of host-gpu each. Losses
+of rows with as many tokens must be the same in bits: the script says so, and ends with status 1 if they are not. The programs may be built elsewhere: --bin needs trainer, trainer-with-torch and offloadd in one directory,
 and torch comes from this Python or from --libtorch. A row takes half a minute to start; results go to OUT/groups.json.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -35,9 +37,10 @@ def main():
     parser.add_argument("--libtorch", type=pathlib.Path, help="the directory of an installed torch")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/groups"))
     parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
-    parser.add_argument("--places", nargs="+", default=["resident", "host"], choices=["resident", "host"])
+    parser.add_argument("--places", nargs="+", default=["resident", "host"], choices=["resident", "host", "host-gpu"])
     parser.add_argument("--tokens", nargs="+", default=["16k", "64k", "256k", "1m"], choices=["16k", "64k", "256k", "1m"])
     parser.add_argument("--groups", nargs="+", default=["plan", "all"], help="plan, all, or numbers of micro-batches")
+    parser.add_argument("--fractions", nargs="+", default=["auto"], help="of the parameters in GPU memory, for host-gpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
     args = parser.parse_args()
@@ -45,32 +48,34 @@ def main():
     env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
     data = (args.out / "text.txt").resolve()
     data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("src/**/*.rs"))) or os.urandom(16 << 20))
-    head = f"{'place':9} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>9} {'inputs':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
+    head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>9} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
     print(head, flush=True)
     found, differ = [], False
-    for place in args.places:
-        for tokens in args.tokens:
-            micro_batches = {"16k": 1, "64k": 4, "256k": 16, "1m": 64}[tokens]
-            # One micro-batch has no groups.
-            groups = args.groups[:1] if micro_batches == 1 else args.groups
-            losses = {}
-            for group in groups:
-                row = measure(args, env, data, place, micro_batches, group)
-                row |= {"place": place, "tokens": tokens, "asked": group}
-                found.append(row)
-                print(line(row), flush=True)
-                if "losses" in row:
-                    losses.setdefault(tuple(row["losses"]), []).append(group)
-            if len(losses) > 1:
-                differ = True
-                print(f"DIFFER    losses of {place}, {tokens}: {losses}", flush=True)
+    places = [(place, fraction) for place in args.places for fraction in (args.fractions if place == "host-gpu" else [None])]
+    for tokens in args.tokens:
+        micro_batches = {"16k": 1, "64k": 4, "256k": 16, "1m": 64}[tokens]
+        # One micro-batch has no groups.
+        groups = args.groups[:1] if micro_batches == 1 else args.groups
+        losses = {}
+        for (place, fraction), group in itertools.product(places, groups):
+            row = measure(args, env, data, place, fraction, micro_batches, group)
+            row |= {"place": place, "fraction": fraction, "tokens": tokens, "asked": group}
+            found.append(row)
+            print(line(row), flush=True)
+            if "losses" in row:
+                losses.setdefault(tuple(row["losses"]), []).append((place, fraction, group))
+        # A row that was ended early has fewer.
+        longest = max(losses, key=len, default=())
+        if any(some != longest[: len(some)] for some in losses):
+            differ = True
+            print(f"DIFFER    losses of {tokens}: {losses}", flush=True)
     (args.out / "groups.json").write_text(json.dumps(found, indent=1))
     sys.exit(1 if differ or any("failed" in row for row in found) else 0)
 
 
-def measure(args, env, data, place, micro_batches, group):
+def measure(args, env, data, place, fraction, micro_batches, group):
     """Trains one row."""
-    directory = args.out / f"{place}-{micro_batches}-{group}"
+    directory = args.out / f"{place}-{fraction}-{micro_batches}-{group}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     steps = STEPS[micro_batches]
@@ -78,6 +83,8 @@ def measure(args, env, data, place, micro_batches, group):
     run = directory / "run.toml"
     run.write_text(rows.run_file(row, rows.MODELS[args.model], data=str(data), directory=str((directory / "run").resolve()), nvme_paths=[], steps=steps))
     sets = [word for one in args.set for word in ("--set", one)]
+    if fraction:
+        sets += ["--set", f"offload.gpu_resident_fraction={fraction}"]
     if group != "plan":
         sets += ["--set", f"train.micro_batch_group={micro_batches if group == 'all' else group}"]
     asked = subprocess.run([str(args.bin / "trainer"), "plan", str(run), "--json", *sets], capture_output=True, text=True, env=env, timeout=120)
@@ -88,9 +95,12 @@ def measure(args, env, data, place, micro_batches, group):
     if not plan["fits"]:
         return {"failed": f"the plan refuses: {plan['problems']}"}
     metrics = directory / "run" / "metrics.jsonl"
-    watched = watch.run([args.bin / "trainer", "train", run, *sets, "--fresh"], log=directory / "log", timeout_s=args.timeout, env=env)
+    metrics.unlink(missing_ok=True)
+    # The checkpoint at the end takes longer than the steps.
+    command = [args.bin / "trainer", "train", run, *sets, "--fresh"]
+    watched = watch.run(command, log=directory / "log", timeout_s=args.timeout, env=env, enough=(metrics, steps))
     lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
-    # The checkpoint at the end is large; delete it before the next row.
+    # A checkpoint that was begun is large.
     for made in (directory / "run").glob("*"):
         if made.is_dir():
             shutil.rmtree(made, ignore_errors=True)
@@ -114,13 +124,13 @@ def measure(args, env, data, place, micro_batches, group):
 
 def line(row):
     """A row of the table."""
-    lead = f"{row['place']:9} {row['tokens']:>7} {row['asked']:>9} "
+    lead = f"{row['place'] + ' ' + (row['fraction'] or ''):13} {row['tokens']:>7} {row['asked']:>9} "
     if "failed" in row:
         return lead + row["failed"]
     chosen = row["chosen"]
     size = chosen["micro_batch_group"]
     return (
-        f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {row['step_s']:8.3f} "
+        f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {chosen['gpu_resident_fraction']:6.2f} {row['step_s']:8.3f} "
         f"{row['planned_s']:8.3f} {row['tflops']:7.1f} {row['gpu_bytes'] / 2**30:8.1f} {row['planned_gpu_bytes'] / 2**30:8.1f}"
     )
 

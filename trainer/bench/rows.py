@@ -10,6 +10,8 @@ MODELS = {
     "1.3b": {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "2.5b": {"hidden": 2560, "layers": 30, "heads": 20, "ff": 6912, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "4b": {"hidden": 3072, "layers": 34, "heads": 24, "ff": 8192, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "7b": {"hidden": 4096, "layers": 32, "heads": 32, "ff": 11008, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    "13b": {"hidden": 5120, "layers": 40, "heads": 40, "ff": 13824, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
 }
 
@@ -26,6 +28,7 @@ ROWS = {
     "resident": {"param": NONE, "optimizer": NONE, "says": "all on the GPU, blocks computed again as memory demands (not at all here)"},
     "resident-checkpointed": {"param": NONE, "optimizer": NONE, "checkpointing": "full", "says": "all on the GPU, each block computed again in backward"},
     "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory, blocks kept as GPU memory allows, update on both sides"},
+    "host-gpu": {"param": CPU, "optimizer": CPU, "gpu_fraction": "auto", "says": "in GPU memory as far as it fits, the rest in host memory"},
     "host-checkpointed": {"param": CPU, "optimizer": CPU, "checkpointing": "full", "says": "all in host memory, each block computed again"},
     "host-cpu": {"param": CPU, "optimizer": CPU, "checkpointing": "full", "optimizer_device": "cpu", "says": "the same, the update on the processor alone"},
     "host-cpu-kept": {"param": CPU, "optimizer": CPU, "optimizer_device": "cpu", "says": "blocks kept as GPU memory allows, the update on the processor alone"},
@@ -195,6 +198,8 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
             offload["resident_fraction"] = row["resident_fraction"]
         if row["commit"] is not None:
             offload["commit_every"] = row["commit"]
+    elif row["param"] == CPU and ranks == 1:
+        offload["gpu_resident_fraction"] = row.get("gpu_fraction", 0)
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
     train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": directory}
     if "checkpointing" in row:

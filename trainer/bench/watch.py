@@ -22,8 +22,9 @@ class Watched:
         self.host_bytes, self.gpu_bytes, self.first_line_at = 0, 0, None
 
 
-def run(command, *, log, timeout_s, env=None, first_line=None):
-    """Runs `command` until it ends or its time is over. Its output goes to `log`."""
+def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
+    """Runs `command` until it ends, its time is over, or the file of `enough` has as many lines as it says: then it is killed, so that
+    it saves nothing. Its output goes to `log`."""
     watched, began = Watched(), time.monotonic()
     gpu_before = gpu_bytes()
     with open(log, "wb") as out:
@@ -37,6 +38,9 @@ def run(command, *, log, timeout_s, env=None, first_line=None):
             while child.poll() is None:
                 if watched.first_line_at is None and first_line and has_line(first_line):
                     watched.first_line_at = time.monotonic() - began
+                if enough and has_line(*enough):
+                    send(child.pid, signal.SIGKILL)
+                    break
                 if time.monotonic() - began > timeout_s:
                     watched.timed_out = True
                     break
@@ -49,9 +53,9 @@ def run(command, *, log, timeout_s, env=None, first_line=None):
     return watched
 
 
-def has_line(path):
+def has_line(path, count=1):
     try:
-        return b"\n" in path.read_bytes()
+        return path.read_bytes().count(b"\n") >= count
     except FileNotFoundError:
         return False
 

@@ -623,6 +623,11 @@ keys! {
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
+        /// Fraction of the parameters whose tiles stay in GPU memory although their device is "cpu", in whole units, or "auto"
+        /// for as much as fits where that shortens the step. The choice does not change results.
+        #[default("\"auto\"")]
+        #[example("0.5")]
+        pub gpu_resident_fraction: Option<FractionOrAuto>,
         /// Upper limit of host memory for all processes of the run on this node.
         #[default("the free memory")]
         #[example("\"200GiB\"")]

@@ -301,7 +301,7 @@ impl Draft<'_> {
         let host = "{ device = \"cpu\" }".to_owned();
         let [param, optimizer] = match self.place {
             Place::Gpu => [None, None],
-            Place::Host => [Some(&host); 2],
+            Place::HostAndGpu | Place::Host => [Some(&host); 2],
             Place::HostAndDrives => [Some(&host), Some(&drive)],
             Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
         };

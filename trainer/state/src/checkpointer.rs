@@ -191,6 +191,20 @@ impl Checkpointer {
         backend.visit(&mut |range, param, state| checkpoint_tap.offer(range, param, state))
     }
 
+    /// Copies the tiles of `backend` that the host does not see when it updates them.
+    ///
+    /// # Errors
+    /// The GPU fails.
+    pub fn visit_updated_elsewhere<S, G>(
+        &self,
+        backend: &mut TileBackend<S, G>,
+    ) -> Result<(), BackendError> {
+        let checkpoint_tap = &self.parts.checkpoint_tap;
+        backend.visit_updated_elsewhere(&mut |range, param, state| {
+            checkpoint_tap.offer(range, param, state);
+        })
+    }
+
     /// Stops copying, because the updates of another step are about to run.
     pub fn all_came(&self) {
         self.parts.checkpoint_tap.stop();

@@ -482,15 +482,17 @@ pub struct Placement {
     pub nvme_paths: Vec<PathBuf>,
     /// Fraction of the tiles of tier nvme that stays in host memory.
     pub resident_fraction: ResidentFraction,
+    /// Fraction of the parameters of tier cpu whose tiles stay in GPU memory.
+    pub gpu_resident_fraction: ResidentFraction,
 }
 
-/// Fraction of the tiles of tier nvme that stays in host memory.
+/// Fraction of the tiles of one tier that stays in the memory of the next faster one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidentFraction {
     /// This fraction of each kind of tile.
     Fixed(Fraction),
-    /// As much as fits the memory budget; parameters first, because they are read twice a step.
+    /// As much as fits.
     Auto,
 }
 

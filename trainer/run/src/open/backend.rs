@@ -9,7 +9,7 @@ use super::RunError;
 use crate::config::{OptimizerDevice, OptimizerSettings};
 use crate::model::UnitLayout;
 use crate::plan::Plan;
-use training_state::backend::{GpuBackend, TileBackend};
+use training_state::backend::{Both, GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, Copied};
 use training_state::update::{
     ByGroup, CpuUpdate, GPU_UPDATERS, GpuUpdate, ParamGroup, ParamGroups,
@@ -62,9 +62,14 @@ impl Prepared {
         checkpoint_tap: &CheckpointTap,
     ) -> Result<(TileBackend, Opened), RunError> {
         let groups = param_groups(&plan.units, &self.settings.optimizer);
-        if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
-            let layout = plan.swapper.cut()?;
+        let in_gpu = |gpu, groups| {
+            let layout = plan.kept_in_gpu().cut()?;
             let backend = GpuBackend::new(gpu, layout, plan.format, groups)?;
+            Ok::<_, RunError>(Box::new(backend))
+        };
+        let gpu = self.gpu.as_ref();
+        if let Some(gpu) = gpu.filter(|_| plan.lives_in_gpu()) {
+            let backend = in_gpu(gpu, groups)?;
             let opened = Opened {
                 resumed: None,
                 resumed_own: None,
@@ -76,10 +81,12 @@ impl Prepared {
                 devices: Vec::new(),
                 notes: Vec::new(),
             };
-            return Ok((TileBackend::Gpu(Box::new(backend), ()), opened));
+            return Ok((TileBackend::Gpu(backend, ()), opened));
         }
+        let both = gpu.filter(|_| plan.in_gpu.contains(&true));
+        let backend = both.map(|gpu| in_gpu(gpu, groups.clone())).transpose()?;
         let opened = Swapper::open(
-            plan.swapper.clone(),
+            plan.streamed(),
             self.optimizers(plan, groups, checkpoint_tap)?,
         );
         let (swapper, opened) = opened.map_err(|error| {
@@ -89,7 +96,12 @@ impl Prepared {
                 error.into()
             }
         })?;
-        Ok((TileBackend::Swapper(Box::new(swapper), ()), opened))
+        let swapper = Box::new(swapper);
+        let backend = match backend {
+            None => TileBackend::Swapper(swapper, ()),
+            Some(backend) => TileBackend::Both(Both { swapper, backend }, (), ()),
+        };
+        Ok((backend, opened))
     }
 
     /// Makes the optimizers: on the CPU, on the GPU, or on both, where each tile goes to the one that

@@ -84,7 +84,9 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
         let divided = now.stage != Stage::Parameters;
         // State on drives is only tried together with as much in host memory as fits; the plan chooses
         // fraction and staging.
-        if nearer || place == Place::Drives || (same && !shares && !divided) {
+        // State in host memory stays in GPU memory as far as it fits, without being told.
+        let never = matches!(place, Place::Drives | Place::Host);
+        if nearer || never || (same && !shares && !divided) {
             return None;
         }
         let mut words = Vec::new();

@@ -125,7 +125,12 @@ impl Plan {
 
     /// Whether this group of micro-batches is better than the larger one of `other`: it fits and the other does not, or a step
     /// is shorter.
-    fn is_better(&self, other: &Self, settings: &RunSettings, gpu: &GpuHardware) -> bool {
+    pub(super) fn is_better(
+        &self,
+        other: &Self,
+        settings: &RunSettings,
+        gpu: &GpuHardware,
+    ) -> bool {
         let fits = |plan: &Self| {
             plan.gpu_bytes() <= most_of(gpu) && plan.host_bytes() <= plan.most_host_bytes(settings)
         };
@@ -140,7 +145,7 @@ impl Plan {
     }
 
     /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
-    fn judged_s(&self, settings: &RunSettings) -> f64 {
+    pub(super) fn judged_s(&self, settings: &RunSettings) -> f64 {
         let times = self.estimated_times(settings, settings.train.deterministic);
         let [forward_s, backward_s] = self.beside_updates(times.forward_s, times.backward_s);
         let rates = StepRates {
@@ -203,7 +208,7 @@ impl Plan {
         self.choose_checkpointing(settings);
         // What is kept need not be computed again.
         self.set_rates(settings);
-        Ok(())
+        self.choose_gpu_units(settings)
     }
 
     /// Host memory that choices may give to this process: its part of the node's memory.
@@ -223,9 +228,9 @@ impl Plan {
         self.most_host_bytes(settings).saturating_sub(taken)
     }
 
-    fn choose_update(&mut self, settings: &RunSettings) {
+    pub(super) fn choose_update(&mut self, settings: &RunSettings) {
         let wanted = settings.offload.optimizer_device;
-        let in_gpu_memory = self.lives_in_gpu;
+        let in_gpu_memory = self.lives_in_gpu();
         self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
             // An impossible combination is reported later as a problem.
             (false, _) => OptimizerDevice::Cpu,
@@ -269,7 +274,7 @@ impl Plan {
     }
 
     /// Keeps block inputs in GPU memory if they fit there with the lowest level of activation checkpointing.
-    fn choose_activations(&mut self, settings: &RunSettings) {
+    pub(super) fn choose_activations(&mut self, settings: &RunSettings) {
         let Some(gpu) = self.hardware.gpu.clone() else {
             return;
         };
@@ -313,7 +318,7 @@ impl Plan {
     }
 
     /// Keeps as much as fits: keeping everything saves a fifth of the computing time.
-    fn choose_checkpointing(&mut self, settings: &RunSettings) {
+    pub(super) fn choose_checkpointing(&mut self, settings: &RunSettings) {
         self.checkpointing = given_checkpointing(settings);
         let Some(gpu) = self.hardware.gpu.clone() else {
             // The processor always recomputes.
@@ -506,7 +511,7 @@ impl Plan {
         Ok(())
     }
 
-    fn chose(&mut self, key: &'static str, value: String, why: impl Into<String>) {
+    pub(super) fn chose(&mut self, key: &'static str, value: String, why: impl Into<String>) {
         self.choices.retain(|choice| choice.key != key);
         self.choices.push(Choice {
             key,
@@ -535,7 +540,7 @@ fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
 }
 
 /// Part of a GPU's memory that choices may use.
-fn most_of(gpu: &GpuHardware) -> u64 {
+pub(super) fn most_of(gpu: &GpuHardware) -> u64 {
     (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64
 }
 

@@ -15,6 +15,7 @@ mod amount;
 mod checkpoints;
 mod choices;
 mod figures;
+mod gpu_units;
 mod hardware;
 mod memory;
 #[cfg(test)]
@@ -87,9 +88,8 @@ pub struct Plan {
     pub mlp_chunks: usize,
     /// Whether block inputs are kept in host memory until a GPU's backward.
     pub inputs_away: bool,
-    /// Whether all tiles are in the memory of the GPU that computes: both devices are `none`. If one is not,
-    /// or there is no GPU, `none` means host memory.
-    pub lives_in_gpu: bool,
+    /// Whether each unit's tiles are in the memory of the GPU that computes.
+    pub in_gpu: Vec<bool>,
     /// Tiles in GPU memory.
     pub gpu_tiles: TileSums,
     /// Bytes that cross the bus to a GPU.
@@ -175,6 +175,7 @@ impl Plan {
             && placement.param == Tier::None
             && placement.optimizer == Tier::None;
         let mut plan = Self {
+            in_gpu: vec![lives_in_gpu; units.len()],
             memory: swapper.plan()?,
             step_bytes: swapper.step_bytes()?,
             node_bytes: StepBytes::default(),
@@ -182,7 +183,6 @@ impl Plan {
             units,
             format,
             compute: ComputeMemory::default(),
-            lives_in_gpu,
             checkpointing: ActivationCheckpointing::Full,
             attention: AttentionKernel::Torch,
             inputs_away: false,
@@ -242,7 +242,7 @@ impl Plan {
             Some(_) => 0,
             None => self.compute.sum_bytes(),
         };
-        let compute = if self.lives_in_gpu {
+        let compute = if self.in_gpu.contains(&true) {
             GPU_STAGING_BYTES as u64
         } else {
             compute

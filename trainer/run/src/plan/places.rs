@@ -18,6 +18,8 @@ use crate::config::{
 pub enum Place {
     /// All in the memory of the GPUs that compute.
     Gpu,
+    /// In host memory, except for as much as GPU memory has room for.
+    HostAndGpu,
     /// All in host memory.
     Host,
     /// Parameters in host memory, optimizer state on drives.
@@ -30,8 +32,9 @@ pub enum Place {
 
 impl Place {
     /// All places, from the fastest to the slowest.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Gpu,
+        Self::HostAndGpu,
         Self::Host,
         Self::HostAndDrives,
         Self::DrivesAndHost,
@@ -42,6 +45,7 @@ impl Place {
     pub fn word(self) -> &'static str {
         match self {
             Self::Gpu => "GPU memory",
+            Self::HostAndGpu => "host, GPU as far as it fits",
             Self::Host => "host memory",
             Self::HostAndDrives => "parameters host, state drives",
             Self::DrivesAndHost => "drives, host as far as it fits",
@@ -53,7 +57,7 @@ impl Place {
     pub(super) fn tiers(self) -> [Tier; 2] {
         match self {
             Self::Gpu => [Tier::None; 2],
-            Self::Host => [Tier::Cpu; 2],
+            Self::HostAndGpu | Self::Host => [Tier::Cpu; 2],
             Self::HostAndDrives => [Tier::Cpu, Tier::Nvme],
             Self::DrivesAndHost | Self::Drives => [Tier::Nvme; 2],
         }
@@ -73,6 +77,10 @@ impl Place {
             param,
             optimizer,
             resident_fraction,
+            gpu_resident_fraction: match self {
+                Self::HostAndGpu if settings.ranks == 1 => ResidentFraction::Auto,
+                _ => ResidentFraction::Fixed(Fraction::NONE),
+            },
             ..there.placement
         };
         there.offload.staging_bytes = None;
@@ -164,13 +172,15 @@ impl PlaceReport {
 pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
     Place::ALL
         .into_iter()
-        // Without a GPU, this place is host memory.
-        .filter(|place| *place != Place::Gpu || hardware.gpu.is_some())
+        // Without a GPU, these places are host memory.
+        .filter(|place| !matches!(place, Place::Gpu | Place::HostAndGpu) || hardware.gpu.is_some())
         .filter_map(|place| {
             let settings = place.of(settings);
             // Settings that cannot be planned fail in every place, and the run's own plan reports the error.
             let plan = Plan::new(&settings, hardware.clone()).ok()?;
-            Some(PlaceReport::new(place, &plan))
+            // With all or nothing in GPU memory it is another place.
+            let divides = plan.in_gpu.contains(&true) && !plan.lives_in_gpu();
+            (place != Place::HostAndGpu || divides).then(|| PlaceReport::new(place, &plan))
         })
         .collect()
 }

@@ -114,7 +114,7 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
             what(format!("but there is no GPU: {}", plan.hardware.no_gpu)),
             "leave it out, or set it to \"cpu\"",
         )),
-        (Some(_), OptimizerDevice::Cpu | OptimizerDevice::Shared) if plan.lives_in_gpu => {
+        (Some(_), OptimizerDevice::Cpu | OptimizerDevice::Shared) if plan.lives_in_gpu() => {
             Some(Problem::new(
                 ProblemKind::Update,
                 what("but the state is in GPU memory".into()),
@@ -141,7 +141,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     if needed <= gpu.memory_bytes {
         return None;
     }
-    let change = if plan.lives_in_gpu {
+    let change = if plan.lives_in_gpu() {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
     } else if plan.checkpointing != ActivationCheckpointing::Full {
         "set train.activation_checkpointing = \"auto\""

@@ -36,9 +36,7 @@ impl Plan {
             // The first rank owns the most.
             Some(local) => self.step_bytes.times(local.len() as f64),
         };
-        if self.lives_in_gpu {
-            self.gpu_tiles = self.tile_sums();
-        }
+        self.gpu_tiles = self.gpu_tile_sums();
         self.set_compute(settings);
         self.set_rates(settings);
         Ok(())
@@ -95,7 +93,7 @@ impl Plan {
 
     pub(super) fn set_compute(&mut self, settings: &RunSettings) {
         let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
-            lives: self.lives_in_gpu,
+            lives: self.lives_in_gpu(),
             checkpointing: self.checkpointing,
             attention: self.attention,
             inputs_away: self.inputs_away,
@@ -114,14 +112,15 @@ impl Plan {
         // The processes of a node share its cores. State that is not divided is updated by all of them.
         let copies = f64::from(self.local_ranks) / f64::from(self.swapper.ranks);
         let times = self.times(settings);
-        let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
+        let params = self.params_count as f64 * (1.0 - self.gpu_fraction());
+        let cpu_s = params * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         // Block inputs of all groups, and the node's copy as often as it is used.
         let away_bytes =
             self.compute.away_bytes * self.micro_batches as u64 / self.micro_batch_group as u64;
         let further = self.further_gathers();
         let again_bytes = |bytes: u64| (bytes as f64 * further) as u64;
-        if self.lives_in_gpu {
+        if self.lives_in_gpu() {
             // No tile crosses the bus, and an update in the GPU's own memory takes some milliseconds.
             update_s = 0.0;
             self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, away_bytes)
@@ -132,7 +131,7 @@ impl Plan {
             }
         } else if let Some(gpu) = &hardware.gpu {
             let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
-            let tiles = self.tile_sums();
+            let tiles = self.tile_sums().without(&self.gpu_tiles);
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
             let again_bytes = match self.copy_bytes {
@@ -225,8 +224,13 @@ impl Plan {
 
     /// Sums over this process's tiles, wherever they are.
     pub(super) fn tile_sums(&self) -> TileSums {
+        self.sums_of(u64::from(self.memory.range_count))
+    }
+
+    /// Sums over `count` tiles of each kind.
+    pub(super) fn sums_of(&self, count: u64) -> TileSums {
         let memory = &self.memory;
-        let all = |slot_bytes: u64| slot_bytes * u64::from(memory.range_count);
+        let all = |slot_bytes: u64| slot_bytes * count;
         TileSums {
             param_bytes: all(memory.param_slot_bytes),
             state_bytes: all(memory.state_slot_bytes),

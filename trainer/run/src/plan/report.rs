@@ -160,6 +160,8 @@ pub struct ChosenReport {
     pub state_resident_fraction: f64,
     /// Fraction of the gradients that stays in host memory until the optimizer step.
     pub grad_resident_fraction: f64,
+    /// Of the parameters whose tiles are in GPU memory.
+    pub gpu_resident_fraction: f64,
     pub iodepth: u32,
     pub optimizer_step: &'static str,
     pub optimizer_device: &'static str,
@@ -234,6 +236,7 @@ impl Plan {
                 param_resident_fraction: self.swapper.param_fraction,
                 state_resident_fraction: self.swapper.state_fraction,
                 grad_resident_fraction: self.swapper.grad_fraction,
+                gpu_resident_fraction: self.gpu_fraction(),
                 iodepth: self.swapper.iodepth,
                 optimizer_step: match self.swapper.schedule {
                     swapper::Schedule::Immediate => "immediate",

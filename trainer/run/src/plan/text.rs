@@ -51,7 +51,8 @@ impl Plan {
         let placement = &settings.placement;
         let kept = |tier: Tier| match tier {
             Tier::Nvme => "drives",
-            Tier::None if self.lives_in_gpu => "GPU memory",
+            Tier::None | Tier::Cpu if self.lives_in_gpu() => "GPU memory",
+            Tier::None | Tier::Cpu if self.in_gpu.contains(&true) => "GPU and host memory",
             Tier::None | Tier::Cpu => "host memory",
         };
         let (param, optimizer) = (kept(placement.param), kept(placement.optimizer));

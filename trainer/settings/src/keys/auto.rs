@@ -93,6 +93,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
     "fp16.enabled",
     "offload.engine",
     "offload.resident_fraction",
+    "offload.gpu_resident_fraction",
     "offload.optimizer_device",
     "train.device",
     "train.activation_checkpointing",

@@ -1,4 +1,4 @@
-//! All tiles in a GPU's memory. Nothing moves, and the update runs where the tiles are.
+//! Tiles in a GPU's memory: all, or those of some units. Nothing moves, and the update runs where the tiles are.
 //!
 //! ```text
 //!   a unit      param   parameters                             read by forward and backward
@@ -121,6 +121,9 @@ impl GpuBackend {
     pub(super) fn update(&mut self, hyper: &Hyper) -> Result<(), GpuError> {
         let kernels = self.gpu.kernels()?;
         for (number, unit) in self.units.iter().enumerate() {
+            if unit.elems.is_empty() {
+                continue;
+            }
             let tile = TileAt {
                 format: self.format,
                 param: unit.param.at(0),
@@ -144,11 +147,24 @@ impl GpuBackend {
         self.stream.synchronize()
     }
 
-    pub(super) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), GpuError> {
+    /// Whether this has tiles of `unit`.
+    pub fn has(&self, unit: usize) -> bool {
+        !self.layout.units()[unit].is_empty()
+    }
+
+    /// Sees the tiles of `units`; there may be fewer units.
+    pub(super) fn visit(
+        &mut self,
+        units: Range<usize>,
+        see: &mut TileVisitor,
+    ) -> Result<(), GpuError> {
         let Some([mut param, mut state]) = self.staging(Some(&(0..1))).pop() else {
             return Ok(());
         };
         for (number, range) in self.layout.ranges().iter().enumerate() {
+            if !units.contains(&range.unit) {
+                continue;
+            }
             let unit = &self.units[range.unit];
             let [param_bytes, state_bytes] = self.content_bytes(number as u32);
             let param = &mut param.as_mut_slice()[..param_bytes];

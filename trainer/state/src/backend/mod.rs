@@ -1,6 +1,6 @@
-//! Storage of a run's tiles between uses: in the swapper (host memory and devices), or all in a GPU's memory.
+//! Storage of a run's tiles between uses: in the swapper (host memory and devices), in a GPU's memory, or those of some units in each.
 //!
-//! Both divide units into the same tiles with the same bytes, so a checkpoint does not depend on the storage.
+//! All divide units into the same tiles with the same bytes, so a checkpoint does not depend on the storage.
 
 mod gpu;
 
@@ -28,21 +28,51 @@ pub enum TileBackend<S = (), G = ()> {
     Swapper(Box<Swapper<Hyper>>, S),
     /// In a GPU's memory.
     Gpu(Box<GpuBackend>, G),
+    /// Those of some units in host memory, those of the others in a GPU's memory.
+    Both(Both, S, G),
+}
+
+/// Tiles in two places: each unit is empty in one of them.
+pub struct Both {
+    pub swapper: Box<Swapper<Hyper>>,
+    pub backend: Box<GpuBackend>,
+}
+
+impl Both {
+    /// Sees the tiles of both in the order of units.
+    fn visit(&mut self, see: &mut TileVisitor) -> Result<(), BackendError> {
+        let Self { swapper, backend } = self;
+        let mut next = 0;
+        let mut failed = Ok(());
+        swapper.visit(&mut |range, param, state| {
+            if next < range.unit && failed.is_ok() {
+                failed = backend.visit(next..range.unit, see);
+                next = range.unit;
+            }
+            see(range, param, state);
+        })?;
+        failed?;
+        Ok(backend.visit(next..usize::MAX, see)?)
+    }
 }
 
 impl<S, G> TileBackend<S, G> {
-    /// Fills every tile with `fill`, in order. With a store, commits the result with `blob`.
+    /// Fills every tile with `fill`. With a store, commits the result with `blob`.
     ///
     /// # Errors
     /// `fill` or the backend fails.
     pub fn initialize<E: From<SwapperError> + From<GpuError>>(
         &mut self,
-        fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
+        mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
         blob: Vec<u8>,
     ) -> Result<(), E> {
         match self {
             Self::Swapper(swapper, _) => swapper.initialize(fill, blob),
             Self::Gpu(backend, _) => backend.initialize(fill),
+            Self::Both(both, ..) => {
+                both.backend.initialize(&mut fill)?;
+                both.swapper.initialize(fill, blob)
+            }
         }
     }
 
@@ -52,7 +82,9 @@ impl<S, G> TileBackend<S, G> {
     /// The swapper fails.
     pub fn begin_step(&mut self, program: StepProgram) -> Result<(), BackendError> {
         match self {
-            Self::Swapper(swapper, _) => Ok(swapper.begin_step(program)?),
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => {
+                Ok(swapper.begin_step(program)?)
+            }
             Self::Gpu(..) => Ok(()),
         }
     }
@@ -67,23 +99,24 @@ impl<S, G> TileBackend<S, G> {
         hyper: Option<Hyper>,
         blob: Vec<u8>,
     ) -> Result<StepIo, BackendError> {
+        if let (Some(backend), Some(hyper)) = (self.gpu(), &hyper) {
+            backend.update(hyper)?;
+        }
         match self {
-            Self::Swapper(swapper, _) => Ok(match hyper {
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => Ok(match hyper {
                 Some(hyper) => swapper.finish_step(hyper, blob)?,
                 None => swapper.skip_step(blob)?,
             }),
-            Self::Gpu(backend, _) => {
-                if let Some(hyper) = hyper {
-                    backend.update(&hyper)?;
-                }
-                Ok(StepIo::default())
-            }
+            Self::Gpu(..) => Ok(StepIo::default()),
         }
     }
 
-    /// Returns whether the host processes each tile when it is updated.
-    pub fn updates_on_host(&self) -> bool {
-        matches!(self, Self::Swapper(..))
+    /// The tiles that are in a GPU's memory.
+    fn gpu(&mut self) -> Option<&mut GpuBackend> {
+        match self {
+            Self::Swapper(..) => None,
+            Self::Gpu(backend, _) | Self::Both(Both { backend, .. }, ..) => Some(backend),
+        }
     }
 
     /// Applies pending updates; with a store, commits them.
@@ -94,6 +127,10 @@ impl<S, G> TileBackend<S, G> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.drain()?),
             Self::Gpu(backend, _) => Ok(backend.settle()?),
+            Self::Both(both, ..) => {
+                both.backend.settle()?;
+                Ok(both.swapper.drain()?)
+            }
         }
     }
 
@@ -105,7 +142,19 @@ impl<S, G> TileBackend<S, G> {
     pub fn visit(&mut self, see: &mut TileVisitor) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.visit(see)?),
-            Self::Gpu(backend, _) => Ok(backend.visit(see)?),
+            Self::Gpu(backend, _) => Ok(backend.visit(0..usize::MAX, see)?),
+            Self::Both(both, ..) => both.visit(see),
+        }
+    }
+
+    /// Calls `see` with the tiles that the host does not process when it updates them: those in a GPU's memory.
+    ///
+    /// # Errors
+    /// The GPU fails.
+    pub fn visit_updated_elsewhere(&mut self, see: &mut TileVisitor) -> Result<(), BackendError> {
+        match self.gpu() {
+            Some(backend) => Ok(backend.visit(0..usize::MAX, see)?),
+            None => Ok(()),
         }
     }
 
@@ -115,7 +164,9 @@ impl<S, G> TileBackend<S, G> {
     /// The backend fails.
     pub fn record_spans(&mut self, recording: bool) -> Result<(), BackendError> {
         match self {
-            Self::Swapper(swapper, _) => Ok(swapper.record_spans(recording)?),
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => {
+                Ok(swapper.record_spans(recording)?)
+            }
             Self::Gpu(..) => Ok(()),
         }
     }
@@ -123,7 +174,9 @@ impl<S, G> TileBackend<S, G> {
     /// Returns the spans collected since the last call.
     pub fn take_spans(&mut self) -> Spans {
         match self {
-            Self::Swapper(swapper, _) => swapper.take_spans(),
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => {
+                swapper.take_spans()
+            }
             Self::Gpu(..) => Spans::default(),
         }
     }
@@ -132,7 +185,9 @@ impl<S, G> TileBackend<S, G> {
     /// does.
     pub fn canceller(&self) -> Option<Canceller> {
         match self {
-            Self::Swapper(swapper, _) => Some(swapper.canceller()),
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => {
+                Some(swapper.canceller())
+            }
             Self::Gpu(..) => None,
         }
     }
@@ -145,6 +200,10 @@ impl<S, G> TileBackend<S, G> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.close()?),
             Self::Gpu(backend, _) => Ok(backend.settle()?),
+            Self::Both(both, ..) => {
+                both.backend.settle()?;
+                Ok(both.swapper.close()?)
+            }
         }
     }
 }

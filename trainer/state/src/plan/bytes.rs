@@ -61,6 +61,15 @@ impl TileSums {
         self.param_bytes + self.state_bytes + self.grad_bytes
     }
 
+    /// The tiles that are not in `part`.
+    pub fn without(&self, part: &Self) -> Self {
+        Self {
+            param_bytes: self.param_bytes - part.param_bytes,
+            state_bytes: self.state_bytes - part.state_bytes,
+            grad_bytes: self.grad_bytes - part.grad_bytes,
+        }
+    }
+
     /// Seconds of an update for which all tiles are copied to the GPU and back.
     pub fn streamed_s(&self, bytes_per_s: f64) -> f64 {
         self.sum_bytes() as f64 / bytes_per_s

@@ -30,7 +30,7 @@ use crate::compute::{self, Engine};
 use crate::ranks::{check_same_settings, connect, first_ranks_of, nodes_of, ranks_of};
 use crate::torch_support::torch_support;
 use inputs::InputPlace;
-use mover::{Memory, NodeRanks, Shards};
+use mover::{Memory, NodeRanks, Shards, TilesIn};
 use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
@@ -387,7 +387,7 @@ fn take_memory(
         .with_checkpointing(prepared.plan.checkpointing)
         .in_tiles(settings.train.mlp_chunks)
         .leaving_out(settings.dropout, settings.train.seed);
-    let live = prepared.plan.lives_in_gpu;
+    let tiles_in = TilesIn::of(&prepared.plan);
     let stage = settings.placement.stage;
     let (master, tiles) = (prepared.plan.format.master, &prepared.plan.swapper);
     let shards =
@@ -403,7 +403,7 @@ fn take_memory(
         _ => InputPlace::here(group_size),
     };
     let batches = (batch, group_size);
-    let (stepper, memory) = Stepper::new(engine, gpu, batches, master, live, stage, shards)?;
+    let (stepper, memory) = Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards)?;
     Ok((stepper.with_inputs_in(inputs), memory))
 }
 

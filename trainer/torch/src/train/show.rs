@@ -90,7 +90,7 @@ pub(super) fn plan(
     let mut notes = settings.notes.clone();
     let placement = &settings.placement;
     let tiers = [placement.param, placement.optimizer];
-    if !plan.lives_in_gpu && plan.hardware.gpu.is_some() && tiers.contains(&Tier::None) {
+    if !plan.in_gpu.contains(&true) && plan.hardware.gpu.is_some() && tiers.contains(&Tier::None) {
         notes.push(
             "device \"none\" means host memory in this run: tiles are in GPU memory only when both devices are \"none\"".into(),
         );

@@ -15,7 +15,7 @@ use super::TrainError;
 use super::clock::Clock;
 use super::groups::{GroupSums, Groups, Sinks};
 use super::inputs::{BlockInputs, InputPlace};
-use super::mover::{self, Exchanged, Memory, Shards, Tiles};
+use super::mover::{self, Exchanged, Memory, Shards, Tiles, TilesIn};
 use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, LossHandle, Tokens};
@@ -154,8 +154,7 @@ impl Pass {
 }
 
 impl Stepper {
-    /// Makes the stepper and the memory to compute in. Micro-batches are processed in groups of `group_size`. `live` says
-    /// that the tiles are in the GPU's memory.
+    /// Makes the stepper and the memory to compute in. Micro-batches are processed in groups of `group_size`.
     ///
     /// # Errors
     /// Out of memory.
@@ -164,7 +163,7 @@ impl Stepper {
         gpu: Option<Gpu>,
         (batch, group_size): (Batch, usize),
         master: Master,
-        live: bool,
+        tiles_in: TilesIn,
         stage: Stage,
         shards: Shards,
     ) -> Result<(Self, Memory), TrainError> {
@@ -172,7 +171,8 @@ impl Stepper {
         let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
         let buffers = step_order::block_buffers(units, ahead, stage);
-        let memory = Memory::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?;
+        let gpu_of = gpu.as_ref();
+        let memory = Memory::new(&engine, gpu_of, master, stage, buffers, tiles_in, &shards)?;
         let groups = Groups::new(batch.micro_batches, group_size);
         let sums = (groups.count() > 1).then(|| GroupSums::new(&engine));
         let stepper = Self {

@@ -24,7 +24,7 @@ use tempfile::TempDir;
 use training_ranks::{Rendezvous, Timeouts, World};
 
 use super::inputs::InputPlace;
-use super::mover::{self, Shards};
+use super::mover::{self, Shards, TilesIn};
 use super::step::{Stepper, hyper};
 use crate::compute::{ComputeDevice, Engine, set_up};
 use training_run::computation::ActivationCheckpointing;
@@ -34,7 +34,7 @@ use training_run::model::init::splitmix64;
 use training_run::plan::{Hardware, Overrides, Plan};
 use training_run::weights::Weights;
 use training_run::without_torch;
-use training_state::backend::{GpuBackend, TileBackend};
+use training_state::backend::{Both, GpuBackend, TileBackend};
 use training_state::fingerprint::Fingerprint;
 use training_state::trace::Trace;
 use training_state::update::{ByGroup, CpuUpdate};
@@ -115,6 +115,8 @@ enum Place {
     Gpu,
     /// In host memory; a GPU computes.
     Host,
+    /// Those of some units in the GPU's memory, those of the others in host memory.
+    Both,
     /// Like `Host`, with block inputs in host memory between forward and backward.
     InputsAway,
 }
@@ -237,18 +239,32 @@ fn steps(
     };
     let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
     let groups = training_run::open::backend::param_groups(&plan.units, &settings.optimizer);
-    let live = way.place == Place::Gpu;
-    let mut backend = match gpu.filter(|_| live) {
-        Some(gpu) => {
-            let layout = tiles.cut().unwrap();
-            let backend = GpuBackend::new(gpu, layout, plan.format, groups).unwrap();
-            TileBackend::Gpu(Box::new(backend), ())
-        }
-        None => {
-            let format = plan.format;
-            let update = CpuUpdate(ByGroup { format, groups });
-            let (swapper, _) = Swapper::open(tiles.clone(), vec![Box::new(update)]).unwrap();
-            TileBackend::Swapper(Box::new(swapper), ())
+    let stays = |unit: usize| match way.place {
+        Place::Gpu => true,
+        // More blocks come than there are buffers, and one between them stays.
+        Place::Both => unit.is_multiple_of(3),
+        Place::Own | Place::Shared | Place::Host | Place::InputsAway => false,
+    };
+    plan.in_gpu = (0..plan.units.len()).map(stays).collect();
+    let in_gpu = || {
+        let layout = plan.kept_in_gpu().cut().unwrap();
+        let backend = GpuBackend::new(gpu.unwrap(), layout, plan.format, groups.clone());
+        Box::new(backend.unwrap())
+    };
+    let with_swapper = || {
+        let format = plan.format;
+        let groups = groups.clone();
+        let update = CpuUpdate(ByGroup { format, groups });
+        let (swapper, _) = Swapper::open(plan.streamed(), vec![Box::new(update)]).unwrap();
+        Box::new(swapper)
+    };
+    let tiles_in = TilesIn::of(&plan);
+    let mut backend = match tiles_in {
+        TilesIn::Gpu => TileBackend::Gpu(in_gpu(), ()),
+        TilesIn::Swapper => TileBackend::Swapper(with_swapper(), ()),
+        TilesIn::Both => {
+            let (swapper, backend) = (with_swapper(), in_gpu());
+            TileBackend::Both(Both { swapper, backend }, (), ())
         }
     };
     let fill = |blanks: &mut [UninitTile]| {
@@ -275,7 +291,7 @@ fn steps(
     };
     let (batches, master) = ((batch, way.group), plan.format.master);
     let (stepper, memory) =
-        Stepper::new(engine, gpu, batches, master, live, stage, shards).unwrap();
+        Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards).unwrap();
     let mut stepper = stepper.with_inputs_in(inputs);
     let mut backend = memory.attach(backend);
     let mut steps = Vec::new();
@@ -596,7 +612,7 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         let place = Place::Gpu;
         let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
         for &keep in keeps(way.tiles) {
-            for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+            for place in [Place::Gpu, Place::Host, Place::Both, Place::InputsAway] {
                 let way = Way { keep, place, ..way };
                 println!("{name}, {way:?}");
                 let found = alone(&harness, model, &way, Some(&gpu));
@@ -609,7 +625,7 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
         for group in 1..GROUPED {
             for (number, &keep) in keeps(way.tiles).iter().enumerate() {
-                for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+                for place in [Place::Gpu, Place::Host, Place::Both, Place::InputsAway] {
                     let way = Way {
                         keep,
                         place,

@@ -313,11 +313,14 @@ impl Training {
         let is_best = self.evaluate_if_due(&mut metrics)?;
         let evaluated = metrics.eval_loss.is_some();
         self.show_step(&metrics, &overflow, &bound);
-        // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
-        let visited = metrics.skipped || !self.run.backend.updates_on_host();
+        let skipped = metrics.skipped;
         self.run.state.last = Some(metrics);
-        if saving && visited {
-            self.checkpointer.visit(&mut self.run.backend)?;
+        let backend = &mut self.run.backend;
+        // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
+        match (saving, skipped) {
+            (false, _) => {}
+            (true, false) => self.checkpointer.visit_updated_elsewhere(backend)?,
+            (true, true) => self.checkpointer.visit(backend)?,
         }
         self.checkpointer.is_of(&self.run.state);
         if is_best && self.settings.train.checkpoint_best {

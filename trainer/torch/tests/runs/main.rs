@@ -15,6 +15,7 @@ mod documents;
 mod each_node;
 mod export;
 mod figures;
+mod gpu_units;
 mod groups;
 mod harness;
 mod identity;

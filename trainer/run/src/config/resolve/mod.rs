@@ -77,6 +77,7 @@ pub(super) fn resolve(
     let placement = faults.take(placement::placement(
         &config.zero_optimization,
         &config.offload,
+        batch.map_or(1, |(_, ranks)| ranks),
         &mut said.notes,
     ));
     let model = faults.take(model::model(&config.model, seq_len_or_one, &mut said.notes));

@@ -12,6 +12,7 @@ use training_state::run::resolved;
 pub(super) fn placement(
     zero: &ZeroToml,
     offload: &OffloadToml,
+    ranks: u32,
     notes: &mut Vec<String>,
 ) -> Result<Placement, SettingsError> {
     let has_socket = offload.socket.is_some();
@@ -79,12 +80,14 @@ pub(super) fn placement(
             "everything is in host memory already: leave it out, or set a device to \"nvme\"",
         ));
     }
+    let in_memory = !has_store && (param, optimizer) != (Tier::None, Tier::None);
     Ok(Placement {
         stage,
         param,
         optimizer,
         nvme_paths,
         resident_fraction: resident_fraction(offload)?,
+        gpu_resident_fraction: gpu_resident_fraction(offload, in_memory, ranks)?,
     })
 }
 
@@ -124,16 +127,49 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
 
 /// The default is 0, or "auto" if a budget of host memory is set.
 fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, SettingsError> {
-    const KEY: &str = "offload.resident_fraction";
-    match &offload.resident_fraction {
-        None if offload.host_memory_bytes.is_some() => Ok(ResidentFraction::Auto),
-        None => Ok(ResidentFraction::Fixed(Fraction::NONE)),
-        Some(FractionOrAuto::Fraction(number)) => {
-            Ok(ResidentFraction::Fixed(fraction(KEY, *number)?))
+    let given = given_fraction("offload.resident_fraction", &offload.resident_fraction)?;
+    Ok(given.unwrap_or(match offload.host_memory_bytes {
+        Some(_) => ResidentFraction::Auto,
+        None => ResidentFraction::Fixed(Fraction::NONE),
+    }))
+}
+
+/// The default is "auto" for the state of one rank in host memory (`in_memory`), and 0 for others.
+fn gpu_resident_fraction(
+    offload: &OffloadToml,
+    in_memory: bool,
+    ranks: u32,
+) -> Result<ResidentFraction, SettingsError> {
+    const KEY: &str = "offload.gpu_resident_fraction";
+    let given = given_fraction(KEY, &offload.gpu_resident_fraction)?;
+    let why_not = if !in_memory {
+        "only state with device \"cpu\" can stay in GPU memory in part; with both devices \"none\" all of it is there"
+    } else if ranks > 1 {
+        "several ranks keep no part of the state in GPU memory; set both devices to \"none\" to keep all of it there"
+    } else {
+        return Ok(given.unwrap_or(ResidentFraction::Auto));
+    };
+    match given {
+        Some(ResidentFraction::Fixed(fraction)) if fraction != Fraction::NONE => {
+            Err(value(KEY, format!("{why_not}: leave it out")))
         }
-        Some(FractionOrAuto::Word(word)) if word == "auto" => Ok(ResidentFraction::Auto),
+        _ => Ok(ResidentFraction::Fixed(Fraction::NONE)),
+    }
+}
+
+/// Returns the value of `key`, if it has one.
+fn given_fraction(
+    key: &'static str,
+    given: &Option<FractionOrAuto>,
+) -> Result<Option<ResidentFraction>, SettingsError> {
+    match given {
+        None => Ok(None),
+        Some(FractionOrAuto::Fraction(number)) => {
+            Ok(Some(ResidentFraction::Fixed(fraction(key, *number)?)))
+        }
+        Some(FractionOrAuto::Word(word)) if word == "auto" => Ok(Some(ResidentFraction::Auto)),
         Some(FractionOrAuto::Word(word)) => Err(value(
-            KEY,
+            key,
             format!("\"{word}\": use a fraction from 0 to 1, or \"auto\""),
         )),
     }

@@ -3,22 +3,6 @@
 use super::*;
 use crate::accelerator::without_torch;
 use crate::computation::AttentionKernel;
-use crate::plan::hardware::products_tflops;
-
-/// One H200 of which a plan knows the name.
-fn known_h200(settings: &RunSettings, no_cudnn: Option<&str>) -> Hardware {
-    let machine = Overrides {
-        tflops: None,
-        ..h200(1.0)
-    };
-    let mut hardware = Hardware::new(settings, &machine, without_torch);
-    let gpu = hardware.gpu.as_mut().expect("a GPU");
-    gpu.name = "NVIDIA H200".to_owned();
-    gpu.no_cudnn = no_cudnn.map(str::to_owned);
-    hardware.products_tflops = products_tflops(hardware.gpu.as_ref(), 16.0);
-    hardware.tflops.value = hardware.products_tflops;
-    hardware
-}
 
 #[test]
 fn cudnns_attention_is_taken_where_it_can_be_used_and_the_reason_is_shown() {

@@ -219,9 +219,12 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
     let settings = large("none", "none", &[]);
     let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
     let all = places(&settings, &hardware);
+    // What fits whole is not divided.
+    let wanted = Place::ALL.into_iter();
+    let wanted: Vec<Place> = wanted.filter(|place| *place != Place::HostAndGpu).collect();
     assert_eq!(
         all.iter().map(|report| report.place).collect::<Vec<_>>(),
-        Place::ALL
+        wanted
     );
     for (report, tiers) in all.iter().zip([
         ("none", "none"),

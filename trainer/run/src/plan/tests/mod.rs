@@ -4,6 +4,7 @@
 mod attention;
 mod choices;
 mod counts;
+mod gpu_units;
 mod groups;
 mod nodes;
 mod refusals;
@@ -11,6 +12,7 @@ mod refusals;
 use crate::accelerator::without_torch;
 use serde_json::{Value, json};
 
+use super::hardware::products_tflops;
 use super::*;
 use crate::config::{RunSettings, check};
 use crate::model::HfModel;
@@ -33,7 +35,8 @@ fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings
         },
         "data": {"files": ["text"]},
         "train": {"steps": 100, "seq_len": 2048, "run_dir": "/nonexistent/run"},
-        "offload": {}
+        // Tests of what stays in GPU memory set their own.
+        "offload": {"gpu_resident_fraction": 0}
     });
     for (key, place) in [(param, "offload_param"), (optimizer, "offload_optimizer")] {
         if key == "nvme" {
@@ -69,6 +72,21 @@ fn h200(drives: f64) -> Overrides {
 
 fn plan(settings: &RunSettings, machine: &Overrides) -> Plan {
     Plan::new(settings, Hardware::new(settings, machine, without_torch)).expect("a plan")
+}
+
+/// One H200 of which a plan knows the name, and so its rates.
+fn known_h200(settings: &RunSettings, no_cudnn: Option<&str>) -> Hardware {
+    let machine = Overrides {
+        tflops: None,
+        ..h200(1.0)
+    };
+    let mut hardware = Hardware::new(settings, &machine, without_torch);
+    let gpu = hardware.gpu.as_mut().expect("a GPU");
+    gpu.name = "NVIDIA H200".to_owned();
+    gpu.no_cudnn = no_cudnn.map(str::to_owned);
+    hardware.products_tflops = products_tflops(hardware.gpu.as_ref(), 16.0);
+    hardware.tflops.value = hardware.products_tflops;
+    hardware
 }
 
 /// Returns the messages of all problems.

@@ -7,7 +7,7 @@
 //!   in a GPU's memory     on that GPU            in place; with several ranks, gathered in a buffer (gpu.rs)
 //! ```
 //!
-//! [`Tiles`] represents exactly these combinations.
+//! [`Tiles`] represents these combinations, for all units or, with tiles in both places, for some units each: [`side`] says which.
 //!
 //! In a run on several nodes, the ranks of a node may keep copies of units in host memory (`shards.rs`): the first gather
 //! of a unit after its update uses the tiles of all ranks, later ones the node's copy.
@@ -19,7 +19,7 @@ mod shards;
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
-use swapper::StepIo;
+use swapper::{StepIo, Swapper};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use gpu::{GpuBuffers, InPlace};
@@ -29,7 +29,8 @@ pub(super) use shards::{Exchanged, NodeRanks, Shards};
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use training_run::config::Stage;
-use training_state::backend::{BackendError, TileBackend};
+use training_run::plan::Plan;
+use training_state::backend::{BackendError, GpuBackend, TileBackend};
 use training_state::trace::Trace;
 
 /// The tiles of one rank, and the buffers through which it computes with them.
@@ -53,12 +54,31 @@ pub(super) enum InGpu {
 pub(super) enum Memory {
     WithSwapper(WithSwapper),
     InGpu(InGpu),
+    Both(WithSwapper, InGpu),
+}
+
+/// Where the tiles of a run's units are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TilesIn {
+    Swapper,
+    Gpu,
+    Both,
+}
+
+impl TilesIn {
+    /// Where the tiles of `plan` are.
+    pub(super) fn of(plan: &Plan) -> Self {
+        match (plan.lives_in_gpu(), plan.in_gpu.contains(&true)) {
+            (true, _) => Self::Gpu,
+            (false, true) => Self::Both,
+            (false, false) => Self::Swapper,
+        }
+    }
 }
 
 impl Memory {
     /// Allocates memory for `engine` on its GPU or on the host, with `block_buffers` as in
-    /// [`super::step_order`]. `live` says that the
-    /// tiles are in the GPU's memory.
+    /// [`super::step_order`].
     ///
     /// # Errors
     /// Out of memory.
@@ -68,21 +88,27 @@ impl Memory {
         master: Master,
         stage: Stage,
         block_buffers: usize,
-        live: bool,
+        tiles_in: TilesIn,
         shards: &Shards,
     ) -> Result<Self, TrainError> {
         let Some(gpu) = gpu else {
             let buffers = HostBuffers::new(engine, master, block_buffers, shards.clone())?;
             return Ok(Self::WithSwapper(WithSwapper::Host(Box::new(buffers))));
         };
-        if live && shards.count() == 1 {
+        let in_place = || {
             let in_place = InPlace::new(engine, gpu, master, shards.clone())?;
-            return Ok(Self::InGpu(InGpu::InPlace(Box::new(in_place))));
+            Ok::<_, TrainError>(InGpu::InPlace(Box::new(in_place)))
+        };
+        let is_alone = shards.count() == 1;
+        if tiles_in == TilesIn::Gpu && is_alone {
+            return Ok(Self::InGpu(in_place()?));
         }
         let buffers = GpuBuffers::new(engine, gpu, master, stage, block_buffers, shards.clone())?;
-        Ok(match live {
-            true => Self::InGpu(InGpu::Buffers(Box::new(buffers))),
-            false => Self::WithSwapper(WithSwapper::Gpu(Box::new(buffers))),
+        let buffers = Box::new(buffers);
+        Ok(match tiles_in {
+            TilesIn::Gpu => Self::InGpu(InGpu::Buffers(buffers)),
+            TilesIn::Swapper => Self::WithSwapper(WithSwapper::Gpu(buffers)),
+            TilesIn::Both => Self::Both(WithSwapper::Gpu(buffers), in_place()?),
         })
     }
 
@@ -95,8 +121,59 @@ impl Memory {
                 TileBackend::Swapper(swapper, with)
             }
             (TileBackend::Gpu(backend, ()), Self::InGpu(with)) => TileBackend::Gpu(backend, with),
+            (TileBackend::Both(both, (), ()), Self::Both(with, in_gpu)) => {
+                TileBackend::Both(both, with, in_gpu)
+            }
             _ => panic!("memory to compute in was allocated for tiles in another place"),
         }
+    }
+}
+
+/// A unit's tiles, and the memory to compute with them.
+enum Side<'a> {
+    Swapper(&'a mut Swapper<Hyper>, &'a mut WithSwapper),
+    Gpu(&'a mut GpuBackend, &'a mut InGpu),
+}
+
+/// Returns where `unit` is.
+fn side(tiles: &mut Tiles, unit: usize) -> Side<'_> {
+    match tiles {
+        TileBackend::Swapper(swapper, with) => Side::Swapper(swapper, with),
+        TileBackend::Gpu(backend, with) => Side::Gpu(backend, with),
+        TileBackend::Both(both, with_swapper, in_gpu) => match both.backend.has(unit) {
+            true => Side::Gpu(&mut both.backend, in_gpu),
+            false => Side::Swapper(&mut both.swapper, with_swapper),
+        },
+    }
+}
+
+/// [`Side`] of a unit that is computed with.
+enum Seen<'a> {
+    Swapper(&'a WithSwapper),
+    Gpu(&'a GpuBackend, &'a InGpu),
+}
+
+/// Returns where `unit` is.
+fn seen(tiles: &Tiles, unit: usize) -> Seen<'_> {
+    match tiles {
+        TileBackend::Swapper(_, with) => Seen::Swapper(with),
+        TileBackend::Gpu(backend, with) => Seen::Gpu(backend, with),
+        TileBackend::Both(both, with_swapper, in_gpu) => match both.backend.has(unit) {
+            true => Seen::Gpu(&both.backend, in_gpu),
+            false => Seen::Swapper(with_swapper),
+        },
+    }
+}
+
+/// Does an operation of a unit that is empty in the swapper, whose program has it too.
+fn follow(
+    tiles: &mut Tiles,
+    unit: usize,
+    empty: impl FnOnce(&mut Swapper<Hyper>) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Both(both, ..) if both.backend.has(unit) => empty(&mut both.swapper),
+        _ => Ok(()),
     }
 }
 
@@ -110,13 +187,14 @@ pub(super) fn gather(
     unit: usize,
     trace: &Trace,
 ) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.gather(swapper, unit),
-        TileBackend::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
+    follow(tiles, unit, |swapper| swapper.gather(unit, |_| Ok(())))?;
+    match side(tiles, unit) {
+        Side::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.gather(swapper, unit),
+        Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
             buffers.gather_from_swapper(swapper, unit, trace)
         }
-        TileBackend::Gpu(backend, InGpu::InPlace(units)) => units.gather(engine, backend, unit),
-        TileBackend::Gpu(backend, InGpu::Buffers(buffers)) => {
+        Side::Gpu(backend, InGpu::InPlace(units)) => units.gather(engine, backend, unit),
+        Side::Gpu(backend, InGpu::Buffers(buffers)) => {
             buffers.gather_from_gpu(backend, unit, trace)
         }
     }
@@ -129,11 +207,12 @@ pub(super) fn gather(
 /// # Errors
 /// The GPU fails; a rank is gone.
 pub(super) fn gather_copy(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.gather_copy(unit),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.gather_copy(unit, trace),
-        TileBackend::Gpu(_, InGpu::InPlace(_)) => panic!("one rank keeps no copy"),
+    match side(tiles, unit) {
+        Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.gather_copy(unit),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.gather_copy(unit, trace)
+        }
+        Side::Gpu(_, InGpu::InPlace(_)) => panic!("one rank keeps no copy"),
     }
 }
 
@@ -151,7 +230,8 @@ pub(super) fn finish_step(
             TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.updated(),
             TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
             | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.updated(),
-            TileBackend::Gpu(_, InGpu::InPlace(_)) => {}
+            // One rank keeps no copies.
+            TileBackend::Gpu(_, InGpu::InPlace(_)) | TileBackend::Both(..) => {}
         }
     }
     tiles.finish_step(hyper, blob)
@@ -163,21 +243,23 @@ pub(super) fn finish_step(
 /// # Errors
 /// A rank is gone; the GPU fails.
 pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.ready(unit, trace),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.ready(unit),
-        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    match side(tiles, unit) {
+        Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.ready(unit, trace),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.ready(unit)
+        }
+        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
 }
 
 /// Returns the weights of a unit that was gathered and is ready.
 pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.weights(unit),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.weights(unit),
-        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
+    match seen(tiles, unit) {
+        Seen::Swapper(WithSwapper::Host(buffers)) => buffers.weights(unit),
+        Seen::Swapper(WithSwapper::Gpu(buffers)) | Seen::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.weights(unit)
+        }
+        Seen::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
     }
 }
 
@@ -189,11 +271,12 @@ pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
 /// # Errors
 /// The GPU fails.
 pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.give_back(unit),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.give_back(unit),
-        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    match side(tiles, unit) {
+        Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.give_back(unit),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.give_back(unit)
+        }
+        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
 }
 
@@ -204,11 +287,12 @@ pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError
 /// Out of memory.
 pub(super) fn sink(tiles: &Tiles, engine: &Engine, unit: usize) -> Result<GradSink, TrainError> {
     let mut sink = engine.new_grads(unit);
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(_)) => {}
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => sink.write_to(buffers.grads_of(unit))?,
-        TileBackend::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
+    match seen(tiles, unit) {
+        Seen::Swapper(WithSwapper::Host(_)) => {}
+        Seen::Swapper(WithSwapper::Gpu(buffers)) | Seen::Gpu(_, InGpu::Buffers(buffers)) => {
+            sink.write_to(buffers.grads_of(unit))?
+        }
+        Seen::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
     }
     Ok(sink)
 }
@@ -223,15 +307,13 @@ pub(super) fn reduce(
     grads: GradSink,
     trace: &Trace,
 ) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.reduce(unit, grads),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers)) => {
-            buffers.reduce(None, unit, grads, trace)
-        }
-        TileBackend::Gpu(backend, InGpu::Buffers(buffers)) => {
+    match side(tiles, unit) {
+        Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.reduce(unit, grads),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.reduce(None, unit, grads, trace),
+        Side::Gpu(backend, InGpu::Buffers(buffers)) => {
             buffers.reduce(Some(backend), unit, grads, trace)
         }
-        TileBackend::Gpu(backend, InGpu::InPlace(units)) => units.reduce(backend, unit, grads),
+        Side::Gpu(backend, InGpu::InPlace(units)) => units.reduce(backend, unit, grads),
     }
 }
 
@@ -240,11 +322,12 @@ pub(super) fn reduce(
 /// # Errors
 /// A rank is gone; the GPU fails.
 pub(super) fn summed(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.summed(unit, trace),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.summed(unit),
-        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    match side(tiles, unit) {
+        Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.summed(unit, trace),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.summed(unit)
+        }
+        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
 }
 
@@ -253,17 +336,18 @@ pub(super) fn summed(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<()
 /// # Errors
 /// The backend or the GPU fails.
 pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
-    match tiles {
-        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.scatter(swapper, unit),
-        TileBackend::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
+    follow(tiles, unit, |swapper| swapper.scatter(unit, |_| Ok(())))?;
+    match side(tiles, unit) {
+        Side::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.scatter(swapper, unit),
+        Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
             buffers.scatter_to_swapper(swapper, unit, trace)
         }
-        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => {
+        Side::Gpu(_, InGpu::Buffers(buffers)) => {
             buffers.take_complete(unit);
             Ok(())
         }
         // The update reads them in place.
-        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
 }
 
@@ -276,9 +360,9 @@ pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
         | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.tell(trace),
-        TileBackend::Swapper(_, WithSwapper::Host(_)) | TileBackend::Gpu(_, InGpu::InPlace(_)) => {
-            Ok(())
-        }
+        TileBackend::Swapper(_, WithSwapper::Host(_))
+        | TileBackend::Gpu(_, InGpu::InPlace(_))
+        | TileBackend::Both(..) => Ok(()),
     }
 }
 
@@ -287,10 +371,26 @@ pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
 /// # Errors
 /// The GPU fails; a rank is gone.
 pub(super) fn sum_squares(tiles: &Tiles) -> Result<Vec<f64>, TrainError> {
+    let with_swapper = |with: &WithSwapper| match with {
+        WithSwapper::Host(buffers) => Ok(buffers.sum_squares().to_vec()),
+        WithSwapper::Gpu(buffers) => buffers.sum_squares(),
+    };
+    let in_gpu = |in_gpu: &InGpu| match in_gpu {
+        InGpu::Buffers(buffers) => buffers.sum_squares(),
+        InGpu::InPlace(units) => units.sum_squares(),
+    };
     match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => Ok(buffers.sum_squares().to_vec()),
-        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.sum_squares(),
-        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares(),
+        TileBackend::Swapper(_, with) => with_swapper(with),
+        TileBackend::Gpu(_, with) => in_gpu(with),
+        TileBackend::Both(both, with, there) => {
+            let (streamed, kept) = (with_swapper(with)?, in_gpu(there)?);
+            let sums = streamed.into_iter().zip(kept).enumerate();
+            Ok(sums
+                .map(|(unit, (streamed, kept))| match both.backend.has(unit) {
+                    true => kept,
+                    false => streamed,
+                })
+                .collect())
+        }
     }
 }

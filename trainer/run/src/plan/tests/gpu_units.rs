@@ -1,0 +1,114 @@
+//! Tests of units whose tiles stay in GPU memory while those of the others are in host memory.
+
+use super::*;
+
+const FRACTION: &str = "offload.gpu_resident_fraction";
+
+fn with(fraction: Value, memory_gib: u64) -> Plan {
+    let changes = [(FRACTION, fraction)];
+    let settings = large("cpu", "cpu", &changes);
+    let mut hardware = known_h200(&settings, None);
+    hardware.gpu.as_mut().expect("a GPU").memory_bytes = memory_gib * GIB;
+    Plan::new(&settings, hardware).expect("a plan")
+}
+
+#[test]
+fn what_fits_whole_is_computed_with_in_place() {
+    let auto = with(json!("auto"), 139);
+    let none = large("none", "none", &[]);
+    let resident = Plan::new(&none, known_h200(&none, None)).unwrap();
+    assert!(auto.lives_in_gpu());
+    assert_eq!(auto.bound.s, resident.bound.s);
+    assert_eq!(auto.gpu_bytes(), resident.gpu_bytes());
+    assert_eq!(auto.host_bytes(), resident.host_bytes());
+    // Left out, it is "auto".
+    let mut settings = large("cpu", "cpu", &[]);
+    let left_out = large("cpu", "cpu", &[(FRACTION, Value::Null)]);
+    assert!(plan(&left_out, &h200(1.0)).lives_in_gpu());
+    settings.offload.optimizer_device = OptimizerDevice::Cpu;
+    settings.placement.gpu_resident_fraction = left_out.placement.gpu_resident_fraction;
+    let on_cpu = plan(&settings, &h200(1.0));
+    assert!(!on_cpu.lives_in_gpu(), "the update was to be on the CPU");
+}
+
+#[test]
+fn a_part_stays_where_not_all_fits_and_the_step_is_shorter() {
+    let (part, host) = (with(json!("auto"), 30), with(json!(0), 30));
+    let fraction = part.gpu_fraction();
+    assert!((0.1..0.9).contains(&fraction), "{fraction}");
+    assert!(!part.lives_in_gpu() && !host.in_gpu.contains(&true));
+    let judged_s = |plan: &Plan| plan.judged_s(&large("cpu", "cpu", &[]));
+    assert!(judged_s(&part) < judged_s(&host));
+    let gpu = part.hardware.gpu.as_ref().unwrap();
+    assert!(part.gpu_bytes() <= gpu.memory_bytes);
+    // Every tile is in one place.
+    let tiles = |plan: &Plan| {
+        plan.gpu_tiles.sum_bytes() + plan.host_resident_bytes() + plan.host_grad_bytes()
+    };
+    assert_eq!(tiles(&part), tiles(&host));
+    for (streamed, kept) in part.streamed().units.iter().zip(part.kept_in_gpu().units) {
+        assert!((streamed.elems == 0) != (kept.elems == 0));
+    }
+    assert_eq!(part.in_gpu.first(), part.in_gpu.last());
+    part.check().unwrap();
+}
+
+#[test]
+fn a_fraction_that_is_set_is_met_within_a_block() {
+    for wanted in [0.25, 0.5, 0.9, 1.0] {
+        let plan = with(json!(wanted), 139);
+        let found = plan.gpu_fraction();
+        assert!((found - wanted).abs() < 0.03, "{wanted}: {found}");
+        assert_eq!(plan.lives_in_gpu(), wanted == 1.0);
+        // The choice is the user's.
+        assert!(plan.choices().iter().all(|choice| choice.key != FRACTION));
+    }
+}
+
+#[test]
+fn a_run_that_fits_only_in_both_is_planned_there() {
+    let layers = [("model.num_hidden_layers", json!(160))];
+    let [both, host, gpu] = ["auto", "0", "none"].map(|place| {
+        let device = if place == "none" { "none" } else { "cpu" };
+        let fraction = if place == "auto" {
+            json!("auto")
+        } else {
+            json!(0)
+        };
+        let changes = [layers[0].clone(), (FRACTION, fraction)];
+        plan(
+            &large(device, device, &changes),
+            &Overrides {
+                host_memory_bytes: Some(90 * GIB),
+                gpu_memory_bytes: Some(80 * GIB),
+                ..h200(1.0)
+            },
+        )
+    });
+    assert!(host.check().is_err() && gpu.check().is_err());
+    both.check().unwrap();
+}
+
+#[test]
+fn a_fraction_without_effect_is_refused() {
+    let refused = |param: &str, ranks: u32| {
+        let path = json!(["/nvme0"]);
+        let device = match param {
+            "nvme" => json!({"device": "nvme", "nvme_path": path}),
+            other => json!({"device": other}),
+        };
+        let tree = json!({
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"offload_param": device, "offload_optimizer": device},
+            "model": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
+                "num_hidden_layers": 2, "num_attention_heads": 2},
+            "data": {"files": ["text"]},
+            "train": {"steps": 1, "seq_len": 64, "run_dir": "/nonexistent/run"},
+            "offload": {"gpu_resident_fraction": 0.5},
+        });
+        check(tree, "test", Some(ranks)).unwrap_err().to_string()
+    };
+    assert!(refused("nvme", 1).contains("only state with device \"cpu\""));
+    assert!(refused("none", 1).contains("all of it is there"));
+    assert!(refused("cpu", 2).contains("several ranks keep no part"));
+}
