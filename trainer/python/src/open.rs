@@ -57,6 +57,8 @@ pub(crate) struct Plan {
     pub(crate) ranks: u32,
     /// First rank of each node.
     first_ranks: Vec<u32>,
+    /// Elements of a tile, where the ranks' parts of units depend on it; chosen by the units' sizes if None.
+    tile_elems: Option<u64>,
     /// Identity of the run, the same on all nodes. `run_dir` and `job` are this node's.
     run: String,
 }
@@ -244,7 +246,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         .map(|(unit, format)| shape(unit.elems, format))
         .collect();
     Ok(SwapperSettings {
-        tile_elems: choose_tile_elems(&units),
+        tile_elems: (plan.tile_elems).unwrap_or_else(|| choose_tile_elems(&units)),
         units,
         param_fraction: plan.resident_fraction,
         state_fraction: plan.resident_fraction,

@@ -185,3 +185,15 @@ def test_an_order_that_changes_now_and_then_is_not_spoken_of(capsys):
         for unit in (0, 1, 2) if number % 4 else (0, 2):
             order.next((False, unit))
     assert capsys.readouterr().err == ""
+
+
+def test_units_that_come_between_passes_are_announced_together():
+    told = []
+    order = Order(lambda rest: told.append(list(rest)))
+    units = [(False, 0), (False, 1), (False, 2)]
+    order.outside_all(units)
+    order.outside((False, 0))
+    order.outside((True, 7))
+    for unit in units[1:]:
+        order.outside(unit)
+    assert told == [units, [(True, 7), *units[1:]]]

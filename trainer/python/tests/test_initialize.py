@@ -9,7 +9,8 @@ from torch import nn
 import offloadd
 import offloadd._config
 import offloadd._initialize
-from test_runs import batches, config, model_of, needs_daemon
+from test_runs import PROGRAM, batches, config, model_of, needs_daemon
+from test_runs import train as train_plainly
 from toy import Net, randomize
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}}
@@ -326,3 +327,48 @@ def test_a_configuration_file_says_where_the_run_lies(tmp_path):
     engine, *_ = offloadd.initialize(model=model_of(), config=path)
     assert engine.run.run_dir == tmp_path / "there"
     engine.destroy()
+
+
+def zero_2(dir, device, **more):
+    """DeepSpeed's settings that offload the optimizer alone."""
+    (dir / "nvme").mkdir(parents=True, exist_ok=True)
+    place = {"device": device, "nvme_path": str(dir / "nvme")}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
+    return {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0, "optimizer": optimizer,
+        "zero_optimization": {"stage": 2, "offload_optimizer": place}, "offloadd": {"program": PROGRAM}, **more,
+    }  # fmt: skip
+
+
+@needs_daemon
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("initialized", [False, True])
+def test_offload_optimizer_without_offload_param_leaves_parameters_with_the_model(tmp_path, device, initialized):
+    def begin(name, device):
+        model = model_of(torch.bfloat16)
+        config = zero_2(tmp_path / name, device, bf16={"enabled": True})
+        if initialized:
+            engine, optimizer, _, _ = offloadd.initialize(model=model, config=config, run_dir=tmp_path / name / "run")
+            return model, optimizer, engine.run
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, offloadd.prepare(model, optimizer, config, run_dir=tmp_path / name / "run")
+
+    model, optimizer, run = begin("none", "none")
+    expected = train_plainly(model, optimizer, batches())
+    weights = model.state_dict()
+    run.close()
+    model, optimizer, run = begin(device, device)
+    assert "parameters stay with the model" in run.describe()
+    addresses = [param.data_ptr() for param in model.parameters()]
+    losses = train_plainly(model, optimizer, batches()[:6])
+    assert [param.data_ptr() for param in model.parameters()] == addresses and all(unit.here for unit in run.engine.gathering.units)
+    # Without a backward: a script may look at any parameter.
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    if device == "nvme":
+        assert list((tmp_path / device / "nvme").glob("*.tiles"))
+        run.close(keep=False)
+        model, optimizer, run = begin(device, device)
+        assert run.steps_done == 6
+    losses += train_plainly(model, optimizer, batches()[6:])
+    assert losses == expected and all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    run.close()

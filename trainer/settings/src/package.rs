@@ -23,8 +23,10 @@ use crate::{deepspeed, files, json};
 /// Checked settings of a script that the package trains.
 #[derive(Clone, Debug, Serialize)]
 pub struct PackageSettings {
-    /// Where parameters and optimizer state are.
+    /// Where the optimizer state is, and the parameters with it unless they stay.
     pub device: Tier,
+    /// Whether the parameters stay where the model has them, whole on each rank.
+    pub parameters_stay: bool,
     /// Directories of device files, without duplicates.
     pub nvme: Vec<PathBuf>,
     /// `None` if left out: what applies then depends on who calls.
@@ -157,7 +159,7 @@ fn resolve(
 ) -> Result<PackageSettings, Vec<SettingsError>> {
     let faults = &mut Faults::default();
     let own = &config.offloadd;
-    let placement = faults.take(placement(&config.zero_optimization, own));
+    let placement = faults.take(placement(&config.zero_optimization, own, ranks));
     if let Some(clipping) = config.gradient_clipping {
         faults.take(not_negative("gradient_clipping", clipping));
     }
@@ -196,13 +198,23 @@ fn resolve(
     let steps_per_print = config.steps_per_print.map(|steps| steps.number());
     faults.take(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
     let choices = Choices::new(own, faults);
-    let (Some((device, nvme)), Some(batch), Some((precision, overflow)), Some(choices), true) =
-        (placement, batch, precision, choices, faults.0.is_empty())
+    let (
+        Some(Placement {
+            device,
+            parameters_stay,
+            nvme,
+        }),
+        Some(batch),
+        Some((precision, overflow)),
+        Some(choices),
+        true,
+    ) = (placement, batch, precision, choices, faults.0.is_empty())
     else {
         return Err(std::mem::take(&mut faults.0));
     };
     Ok(PackageSettings {
         device,
+        parameters_stay,
         nvme,
         gradient_clipping: config.gradient_clipping,
         train_batch_size: batch
@@ -240,8 +252,14 @@ fn resolve(
     })
 }
 
-/// Where the whole state is, and the directories of its device files.
-fn placement(zero: &ZeroToml, own: &OwnToml) -> Result<(Tier, Vec<PathBuf>), SettingsError> {
+/// Where the state is, and the directories of its device files.
+struct Placement {
+    device: Tier,
+    parameters_stay: bool,
+    nvme: Vec<PathBuf>,
+}
+
+fn placement(zero: &ZeroToml, own: &OwnToml, ranks: u32) -> Result<Placement, SettingsError> {
     const PATH: &str = "zero_optimization.offload_param.nvme_path";
     within("zero_optimization.stage", zero.stage.unwrap_or(3), 0, 3)?;
     let param = tier(
@@ -256,8 +274,15 @@ fn placement(zero: &ZeroToml, own: &OwnToml) -> Result<(Tier, Vec<PathBuf>), Set
         .into_iter()
         .find(|tier| [param, optimizer].contains(tier))
         .unwrap_or(Tier::None);
+    // A file for stage 3 expects its parameters to be divided among the ranks: they need not fit into one GPU.
+    let divided = zero.stage == Some(3) && ranks > 1 && device != Tier::None;
+    let placed = |nvme| Placement {
+        device,
+        parameters_stay: param == Tier::None && !divided,
+        nvme,
+    };
     if device != Tier::Nvme || own.socket.is_some() {
-        return Ok((device, Vec::new()));
+        return Ok(placed(Vec::new()));
     }
     let of = |wanted: &dyn Fn(Tier) -> bool| {
         let tables = [
@@ -297,7 +322,7 @@ fn placement(zero: &ZeroToml, own: &OwnToml) -> Result<(Tier, Vec<PathBuf>), Set
             *path = absolute;
         }
     }
-    Ok((device, paths))
+    Ok(placed(paths))
 }
 
 /// PyTorch's name of the type that is switched on, and what happens to a step that overflows.
@@ -522,6 +547,19 @@ mod tests {
                 .unwrap_err()
                 .contains("is not a directory")
         );
+        let stays = |zero: Value, ranks: u32| {
+            let tree = json!({"zero_optimization": zero});
+            check(tree, "ds.json", ranks).unwrap().parameters_stay
+        };
+        for (zero, ranks, expected) in [
+            (json!({"stage": 3}), 2, true),
+            (json!({"stage": 2, "offload_optimizer": cpu()}), 2, true),
+            (json!({"stage": 3, "offload_optimizer": nvme(&a)}), 1, true),
+            (json!({"stage": 3, "offload_optimizer": cpu()}), 2, false),
+            (json!({"stage": 3, "offload_param": cpu()}), 1, false),
+        ] {
+            assert_eq!(stays(zero.clone(), ranks), expected, "{zero} {ranks}");
+        }
         let behind_socket = json!({"zero_optimization": {"offload_param": {"device": "nvme"}}, "offloadd": {"socket": "/run/x"}});
         assert_eq!(read(behind_socket).unwrap().nvme, Vec::<PathBuf>::new());
     }

@@ -25,8 +25,9 @@ _RUN_DIR = "offloadd-run"
 class Settings:
     """The checked settings of a configuration; `settings_of` makes them."""
 
-    # "none", "cpu" or "nvme": where parameters and optimizer state live beside the computation.
+    # "none", "cpu" or "nvme": where the optimizer state lives, and the parameters with it unless they stay where the model has them.
     device: str
+    parameters_stay: bool
     nvme: tuple[Path, ...]
     # 0 for none.
     gradient_clipping: float

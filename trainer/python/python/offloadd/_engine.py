@@ -79,7 +79,7 @@ class Engine:
         for handle in self._handles:
             handle.remove()
         for unit in self.gathering.units:
-            unwatch(unit)
+            unwatch(unit.params)
         if self.gathering.trains:
             self.gradients.drop()
 

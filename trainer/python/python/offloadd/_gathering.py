@@ -42,7 +42,7 @@ class Gathering:
         self.of_module: dict[nn.Module, list[Unit]] = {model: []}
         for unit in units:
             self.of_module.setdefault(modules[unit.index], []).append(unit)
-            unit.watch = watch(unit)
+            unit.watch = watch(unit.params)
         # The same in the units' order.
         self.together = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
         # Whether the other ranks bring what this one reads, without a script's telling them.
@@ -210,6 +210,7 @@ class Gathering:
 
     def refresh(self) -> None:
         """Brings every unit up to date, where nothing is released and a script may look at any parameter."""
+        self.order.outside_all([(False, unit.index) for unit in self.units if not (unit.here and unit.fresh)])
         for unit in self.units:
             self.gather(unit, record=False)
 

@@ -314,10 +314,10 @@ class TrainingEngine:
 
     def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, non_blocking: bool = False) -> None:
         """Does nothing where the state is in host memory or on drives anyway."""
-        if self._settings.device == "none":
+        if self._settings.parameters_stay:
             raise NotSupported(
-                "offload_states: the model stays where it computes: set zero_optimization.offload_optimizer.device and offload_param.device, "
-                "and the state is in host memory or on drives all the time"
+                "offload_states: the model stays where it computes: set zero_optimization.offload_param.device, and the state is in host memory or on "
+                "drives all the time"
             )
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -438,13 +438,13 @@ class ReadingEngine(TrainingEngine):
         self.config, self.module, self._settings = settings.json, model, settings
         # One that is trained, or read already, stays as it is.
         self._own: Optional[Run] = None
-        if settings.device != "none" and getattr(model, "_offloadd_run", None) is None:
+        if not settings.parameters_stay and getattr(model, "_offloadd_run", None) is None:
             if settings.precision is not None:
                 model.to(getattr(torch, settings.precision))
             directory = run_dir or unused_dir(beside(settings.run_dir or settings.default_dir))
             self._own = prepare(model, None, settings, run_dir=directory, resume=resume)
             remember(self._own)
-        elif settings.device == "none" and settings.precision is not None:
+        elif settings.parameters_stay and settings.precision is not None:
             model.to(getattr(torch, settings.precision))
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

@@ -63,9 +63,11 @@ class HostMemory:
     def expect(self, unit: Unit) -> None:
         storage = unit.flat.untyped_storage()
         unit.access.allow()
-        storage.resize_(unit.bytes)
+        if storage.size() != unit.bytes:
+            # What stays keeps its address.
+            storage.resize_(unit.bytes)
         try:
-            self._core.gather(unit.index, storage.data_ptr())
+            self._core.gather(unit.index, unit.address(storage.data_ptr(), unit.dtype.itemsize))
         except BaseException:
             if not unit.here:
                 storage.resize_(0)
@@ -92,7 +94,7 @@ class HostMemory:
         return self._buffer[: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
-        self._square_sums[unit.index] = self._core.scatter(unit.index, self._buffer.data_ptr())
+        self._square_sums[unit.index] = self._core.scatter(unit.index, unit.address(self._buffer.data_ptr(), unit.gradient_dtype.itemsize))
 
     def square_sums(self) -> dict[int, Sequence[float]]:
         sums, self._square_sums = self._square_sums, {}
@@ -173,7 +175,7 @@ class GpuMemory:
         if storage.size() == 0:
             unit.access.allow()
             self._gpu.allocate(storage, unit.bytes)
-        self._mover.expect(unit.index, storage.data_ptr())
+        self._mover.expect(unit.index, unit.address(storage.data_ptr(), unit.dtype.itemsize))
 
     def ready(self, unit: Unit) -> None:
         self._mover.ready(unit.index, self._gpu.stream())
@@ -196,7 +198,7 @@ class GpuMemory:
         return self._buffers[self._turn][: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
-        address = self._buffers[self._turn].data_ptr()
+        address = unit.address(self._buffers[self._turn].data_ptr(), unit.gradient_dtype.itemsize)
         self._mover.hand_over(unit.index, self._turn, address, self._gpu.stream())
 
     def square_sums(self) -> dict[int, Sequence[float]]:

@@ -27,6 +27,8 @@ class Order:
         self._seen: list[Op] = []
         self._rest: list[Op] = []
         self._at = 0
+        # Operations outside of passes that were announced and have not come.
+        self._coming = 0
         self._unsettled = 0
         self._told = not tells
         self.deviations = 0
@@ -36,7 +38,7 @@ class Order:
     def begin(self, kind: Hashable) -> None:
         """A pass of `kind` begins; the one before has ended."""
         self._learn()
-        self._kind, self._seen, self._at = kind, [], 0
+        self._kind, self._seen, self._at, self._coming = kind, [], 0, 0
         self._rest = self._known.get(kind, [])
         if self._rest:
             self._announce(self._rest)
@@ -64,12 +66,22 @@ class Order:
 
     def outside(self, op: Op) -> None:
         """`op` is done between passes, or by something no pass repeats: it is not recorded."""
+        if self._coming and self._rest[self._at : self._at + 1] == [op]:
+            self._at += 1
+            self._coming -= 1
+            return
         self._announce([op, *self._rest[self._at :]])
         self._rest, self._at = [op, *self._rest[self._at :]], 1
 
+    def outside_all(self, ops: list[Op]) -> None:
+        """`ops` follow, each with a call of `outside`."""
+        self._rest, self._at, self._coming = [*ops, *self._rest[self._at :]], 0, len(ops)
+        if ops:
+            self._announce(self._rest)
+
     def forget_rest(self) -> None:
         """Forgets the rest of the announced order, as after a step's end."""
-        self._rest, self._at = [], 0
+        self._rest, self._at, self._coming = [], 0, 0
 
     def _learn(self) -> None:
         if not self._seen:

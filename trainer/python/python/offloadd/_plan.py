@@ -32,7 +32,9 @@ _STATE_BYTES_PER_ELEM = 16
 class Plan:
     """A run's figures; `str` writes them for people."""
 
-    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None) -> None:
+    def __init__(
+        self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None, tile_elems: Optional[int] = None
+    ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
         self.run_dir, self.job = part_of(run_dir, places.node)
@@ -40,14 +42,14 @@ class Plan:
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         self.host_bytes = self.figures["host_bytes"]
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
         # there is nothing to keep.
         self.copy_bytes, self.why_no_copy = 0, None
-        if places.nodes > 1 and settings.device != "none":
+        if places.nodes > 1 and not settings.parameters_stay:
             self.copy_bytes, self.why_no_copy = self._copy(units, places)
             self.host_bytes += self.copy_bytes
 
@@ -83,8 +85,9 @@ class Plan:
         host, available = self.host_bytes, self.host_available_bytes
         if available is None or host <= available:
             return []
+        place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
         lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
-        advice = f"set {lower} lower" if self.settings.device == "nvme" else 'set zero_optimization.offload_param.device = "nvme"'
+        advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
         return [f"tiles take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}"]
 
     @property
@@ -153,8 +156,9 @@ class Plan:
         return "measured" if self.figures["measured"] else "assumed"
 
 
-def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int]) -> dict[str, Any]:
-    """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on."""
+def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int], tile_elems: Optional[int] = None) -> dict[str, Any]:
+    """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
+    where units depend on them."""
     part, job = part_of(run_dir, places.node)
     trains = any(unit.trained for unit in units)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
@@ -166,7 +170,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
                 "elem_bytes": unit.dtype.itemsize,
                 "gradient_dtype": _type(unit.gradient_dtype),
                 "trained": unit.trained,
-                "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
+                "params": unit.plan_params,
             }
             for unit in units
         ],
@@ -188,6 +192,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         "ranks": places.count,
         "first_ranks": places.first_ranks,
         "run": job_of(run_dir),
+        "tile_elems": tile_elems,
     }
 
 

@@ -89,7 +89,7 @@ def prepare(
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
-    frozen = settings.device != "none" or on_meta
+    frozen = not settings.parameters_stay or on_meta
     found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients, trains)
     ranks = Ranks()
     if plan_only:
@@ -157,7 +157,7 @@ class Run:
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
-        self.engine = Engine(model, found, modules, self.core, keep=self.settings.device == "none", ranks=ranks)
+        self.engine = Engine(model, found, modules, self.core, keep=self.settings.parameters_stay, ranks=ranks)
         reports = Reports(self.settings, self.run_dir, ranks, self.core, optimizer)
         self.commits = Commits(self.settings, state_dir, layout, reports, ranks, self.core, self.engine, optimizer, track)
         self.engine.before_pass = self.commits.before_pass
@@ -252,9 +252,10 @@ class Run:
         """The place of the state, for people."""
         units = self.engine.gathering.units
         elems = sum(unit.elems for unit in units)
-        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}
+        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}[self.settings.device]
+        where += ", parameters stay with the model" * (self.settings.parameters_stay and self.settings.device != "none")
         return (
-            f"{elems:,} parameters in {len(units)} units, state {where[self.settings.device]}: "
+            f"{elems:,} parameters in {len(units)} units, state {where}: "
             f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"
         )
 

@@ -87,6 +87,20 @@ class Unit:
         """Bytes of the gradients, in the type they have in tiles, for the whole flat tensor."""
         return self.room_elems * self.gradient_dtype.itemsize
 
+    @property
+    def division(self) -> str:
+        """How the script's own parameters are divided, for a later start that must have them alike; empty if they are whole."""
+        return ""
+
+    @property
+    def plan_params(self) -> list[dict[str, int]]:
+        """The place of each parameter, for the extension."""
+        return [{"offset": offset, "elems": param.numel()} for param, offset in zip(self.params, self.offsets)]
+
+    def address(self, start: int, item_bytes: int) -> int:
+        """Where the unit begins whose memory begins at `start`, with so many bytes an element."""
+        return start
+
     def place(self) -> None:
         """Moves the parameters into one flat tensor in the processor's memory, of which they become views."""
         self.move(torch.zeros(self.room_elems, dtype=self.dtype, device="cpu"), copy=True)

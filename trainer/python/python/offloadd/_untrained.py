@@ -26,7 +26,7 @@ class Untrained(torch.optim.AdamW):
 
 def check_moves(settings: Settings) -> None:
     """Refuses a place for parameters that are not trained where they are not moved either."""
-    if settings.device == "none":
+    if settings.parameters_stay:
         raise Error(
             'without an optimizer parameters are only moved, and zero_optimization.offload_param.device is "none": set it to "cpu" or "nvme", use the model '
             "as it is, or pass the optimizer: offloadd.prepare(model, optimizer, config)"

@@ -16,7 +16,6 @@ from torch import nn
 
 from ._errors import NotSupported
 from ._released import AS_TENSORS, BEFORE, Released, in_transform
-from ._units import Unit
 
 _Tensor = torch.Tensor
 
@@ -27,10 +26,10 @@ _SUMMED_TIMES = 4
 
 
 class Watch:
-    """Notices that a script writes to parameters of a unit while they are in memory."""
+    """Notices that a script writes to parameters while their values are in memory. With `may_move` it may also give them other memory."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._params = unit.params
+    def __init__(self, params: list[nn.Parameter], may_move: bool = False) -> None:
+        self.params, self.may_move = params, may_move
         self._versions: list[int] = []
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
@@ -41,12 +40,12 @@ class Watch:
 
     def begin(self) -> None:
         """What is in memory now are the unit's values."""
-        self._versions = list(map(_version, self._params))
+        self._versions = list(map(_version, self.params))
         self._given.clear()
         self._on = True
         if self._sums_left and not _observed():
             self._sums_left -= 1
-            self._sums = _sums(self._params)
+            self._sums = _sums(self.params)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
@@ -54,15 +53,15 @@ class Watch:
             return None
         self._on = False
         found = None
-        if self._versions != list(map(_version, self._params)):
-            found = next(param for param, version in zip(self._params, self._versions) if param._version != version)
+        if self._versions != list(map(_version, self.params)):
+            found = next(param for param, version in zip(self.params, self._versions) if param._version != version)
         for param, given in self._given:
             if given._version:
                 found = param
         self._given.clear()
         sums, self._sums = self._sums, None
         if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self._params, sums, _sums(self._params)) if not torch.equal(before, now))
+            changed = (param for param, before, now in zip(self.params, sums, _sums(self.params)) if not torch.equal(before, now))
             found = next(changed, None)
         return found
 
@@ -101,19 +100,19 @@ _watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionar
 _data = _Tensor.data
 
 
-def watch(unit: Unit) -> Watch:
-    """Begins to notice writes to a unit's parameters."""
-    made = Watch(unit)
-    for param in unit.params:
+def watch(params: list[nn.Parameter], may_move: bool = False) -> Watch:
+    """Begins to notice writes to parameters."""
+    made = Watch(params, may_move)
+    for param in params:
         _watches[id(param)] = made
     if "data" not in nn.Parameter.__dict__:
         nn.Parameter.data = property(_get_data, _set_data)
     return made
 
 
-def unwatch(unit: Unit) -> None:
+def unwatch(params: list[nn.Parameter]) -> None:
     """The inverse of `watch`."""
-    for param in unit.params:
+    for param in params:
         _watches.pop(id(param), None)
 
 
@@ -127,6 +126,6 @@ def _get_data(param: nn.Parameter) -> _Tensor:
 
 def _set_data(param: nn.Parameter, value: _Tensor) -> None:
     found = _watches.get(id(param))
-    if found is not None and found._on and not isinstance(param, Released) and value.data_ptr() != param.data_ptr():
+    if found is not None and found._on and not found.may_move and not isinstance(param, Released) and value.data_ptr() != param.data_ptr():
         raise NotSupported(f"assigning .data of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {BEFORE}")
     _data.__set__(param, value)

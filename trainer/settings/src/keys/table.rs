@@ -166,7 +166,7 @@ const SCHEDULER: &[Key] = &[
 
 #[rustfmt::skip]
 const ZERO: &[Key] = &[
-    key("zero_optimization.stage", Used, "0 to 3, which parts of the state are divided among the ranks; 3 when left out").package(Used, "0 to 3, without effect: parameters, gradients and optimizer state are always divided among the ranks, as in stage 3"),
+    key("zero_optimization.stage", Used, "0 to 3, which parts of the state are divided among the ranks; 3 when left out").package(Used, "0 to 3: gradients and optimizer state are always divided among the ranks, parameters too, unless they stay where the model has them (offload_optimizer.device)"),
     key("zero_optimization.contiguous_gradients", Unused, "a unit's gradients are always one buffer"),
     key("zero_optimization.reduce_scatter", Unused, "gradients are always summed to the rank that needs them, except in stage 0"),
     key("zero_optimization.reduce_bucket_size", Unused, "gradients are summed a unit at a time"),
@@ -211,13 +211,13 @@ const ZERO: &[Key] = &[
 
 #[rustfmt::skip]
 const OFFLOAD: &[Key] = &[
-    key("zero_optimization.offload_param.device", Used, "none, cpu or nvme; needs stage 3").package(Used, "none, cpu or nvme; parameters and optimizer state are in one place: everything is on drives if either table says \"nvme\", else in host memory if either says \"cpu\""),
+    key("zero_optimization.offload_param.device", Used, "none, cpu or nvme; needs stage 3").package(Used, "none, cpu or nvme; cpu and nvme take the optimizer state along: everything is on drives if either table says \"nvme\", else in host memory"),
     key("zero_optimization.offload_param.nvme_path", Used, "a directory on the drive, or a list of directories on several").package(Used, "an existing directory on the drive, or a list of them; both tables may name some"),
     key("zero_optimization.offload_param.buffer_count", Unused, "offload.staging_bytes limits the memory for tiles in transit").package(Unused, "offloadd.staging_bytes limits the memory for tiles in transit"),
     key("zero_optimization.offload_param.buffer_size", Unused, "offload.staging_bytes limits the memory for tiles in transit").package(Unused, "offloadd.staging_bytes limits the memory for tiles in transit"),
     key("zero_optimization.offload_param.max_in_cpu", Unused, "offload.host_memory_bytes and offload.resident_fraction say what stays in host memory").package(Unused, "offloadd.resident_fraction says what stays in host memory"),
     key("zero_optimization.offload_param.pin_memory", Unused, "host memory is always pinned if there is a GPU, and locked if the system allows it"),
-    key("zero_optimization.offload_optimizer.device", Used, "none, cpu or nvme; nvme needs stage 3").package(Used, "as offload_param.device"),
+    key("zero_optimization.offload_optimizer.device", Used, "none, cpu or nvme; nvme needs stage 3").package(Used, "none, cpu or nvme; without offload_param the parameters stay where the model has them, whole on each rank, but for stage 3 with several ranks: they then go to the same place"),
     key("zero_optimization.offload_optimizer.nvme_path", Used, "a directory on the drive, or a list of directories on several").package(Used, "an existing directory on the drive, or a list of them; both tables may name some"),
     key("zero_optimization.offload_optimizer.buffer_count", Unused, "offload.staging_bytes limits the memory for tiles in transit").package(Unused, "offloadd.staging_bytes limits the memory for tiles in transit"),
     key("zero_optimization.offload_optimizer.pin_memory", Unused, "host memory is always pinned if there is a GPU, and locked if the system allows it"),
