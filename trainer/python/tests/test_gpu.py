@@ -20,6 +20,7 @@ from offloadd._plan import engine_plan
 from offloadd._units import units_of
 from ranks import on_ranks
 from test_engine import pair
+from test_only_optimizer_ranks import train as sharded
 from test_runs import PROGRAM, config, needs_daemon
 from toy import same_gradients
 
@@ -115,6 +116,29 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
             optimizer.step()
             optimizer.zero_grad()
         return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead
+
+
+@needs_daemon
+@needs_compiler
+def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
+    def run(name, gpu=True, **options):
+        kill, place = options.pop("kill", (0, None)), {"compute_device": "cuda:0"} if gpu else {}
+        given = {"dtype": "bfloat16", "kill": kill, "options": {"program": PROGRAM, "gradients": "nvme", **place, **options}}
+        begin = functools.partial(start, fake, "only_optimizer.py") if gpu else functools.partial(forks.start, HERE / "scripts" / "only_optimizer.py")
+        process = begin(tmp_path / name, json.dumps(given))
+        out, errors = process.communicate()
+        assert process.returncode == (-signal.SIGKILL if kill[0] else 0), errors
+        return out.splitlines()[1:]
+
+    whole = run("cpu", gpu=False)
+    assert run("gpu", optimizer_device="gpu") == whole
+    cut = run("cut", kill=(6, "seal"))
+    assert len(cut) == 6 and cut[:5] + run("cut") == whole
+    expected = on_ranks(2, tmp_path / "store", sharded, "offloadd", None, torch.bfloat16)
+    found = on_ranks(2, tmp_path / "store-gpu", sharded, "offloadd", None, torch.bfloat16, "fsdp2", 6, None, "cuda:0", start=functools.partial(start, fake))
+    for (_, losses, norms, weights), (_, our_losses, our_norms, ours) in zip(expected, found):
+        assert our_losses == losses and our_norms == pytest.approx(norms, rel=1e-6)
+        assert all(torch.equal(ours[name], value) for name, value in weights.items())
 
 
 class Ahead(HostMemory):

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import optim
     from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported, OrderDiffers, RankGone
     from ._initialize import TrainingEngine, initialize
     from ._plan import Plan
@@ -31,10 +32,15 @@ _FROM = {
     "prepare": "_run",
 }
 
-__all__ = list(_FROM)
+# Modules that are imported when they are used.
+_MODULES = ("optim",)
+
+__all__ = [*_FROM, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f".{_FROM[name]}", __name__), name)

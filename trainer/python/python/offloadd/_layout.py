@@ -71,4 +71,5 @@ class Layout:
 
 
 def _kind_of(unit: Unit) -> str:
-    return ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.")
+    kind = ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.")
+    return f"{kind}, {unit.division}" if unit.division else kind

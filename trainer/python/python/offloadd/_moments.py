@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from . import _offloadd
 from ._commits import Commits
 from ._errors import Error, NotSupported
 from ._plan import bytes_text
-from ._released import Copied, Origin
+from ._released import Copied, Origin, Reader
 from ._rewriting import Rewriting
 from ._units import Unit
 
@@ -59,7 +59,7 @@ class Moments:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         commits, gathering = self._commits, self.gathering
-        _check(states, commits.layout.names, {id(param): param.shape for param in gathering.params})
+        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params})
         units = [unit for unit in gathering.units if unit.trained]
         commits.seal()
         present = {}
@@ -113,6 +113,24 @@ class ParamState(dict):
         return dict, ({name: plain(value) for name, value in self.items()},)
 
 
+def state_of(param: torch.Tensor, updates: int, values: list[torch.Tensor], name: Callable[[], str], reader: Reader) -> ParamState:
+    """The state of a parameter that has `updates`, of its fp32 master and moments."""
+    step, master, *others = (torch.tensor(float(updates)), *values)
+    found = {"step": step, **dict(zip(MOMENTS, others))}
+    if param.dtype != torch.float32:
+        found[MASTER] = master
+    return ParamState({key: _to_read(value, name, reader) for key, value in found.items()})
+
+
+def _to_read(value: torch.Tensor, name: Callable[[], str], reader: Reader) -> torch.Tensor:
+    """A copy that refuses to be changed; a tensor of another class as it is."""
+    if type(value) is not torch.Tensor:
+        return value
+    copy = value.as_subclass(Copied)
+    copy.origin = Origin(lambda: f"optimizer.state of {name()}, which is read from tiles: use optimizer.load_state_dict", reader, reader.steps)
+    return copy
+
+
 class States(Mapping):
     """`optimizer.state`: the parameters that were updated, with their moments. Each unit is read when one of its parameters is asked for; all
     ranks must ask."""
@@ -121,14 +139,18 @@ class States(Mapping):
         self._moments = moments
         self._read: Optional[tuple[Unit, list[torch.Tensor]]] = None
 
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that have a state."""
+        return self._moments.params()
+
     def __len__(self) -> int:
-        return len(self._moments.params())
+        return len(self.params())
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._moments.params())
+        return iter(self.params())
 
     def __contains__(self, param: Any) -> bool:
-        return any(param is one for one in self._moments.params())
+        return any(param is one for one in self.params())
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         moments, gathering, reading = self._moments, self._moments.gathering, self._moments.reading
@@ -140,15 +162,7 @@ class States(Mapping):
             self._read = unit, moments.read(unit)
         offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
         values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
-        copies = [one.as_subclass(Copied) for one in (torch.tensor(float(updates)), *values)]
-        for one in copies:
-            what = lambda: f"optimizer.state of {gathering.name(param)}, which is read from tiles: use optimizer.load_state_dict"
-            one.origin = Origin(what, reading, reading.steps)
-        step, master, *others = copies
-        found = {"step": step, **dict(zip(MOMENTS, others))}
-        if param.dtype != torch.float32:
-            found[MASTER] = master
-        return ParamState(found)
+        return state_of(param, updates, values, lambda: gathering.name(param), reading)
 
     def __setitem__(self, *_: Any, **__: Any) -> Any:
         raise no_write("optimizer.state")
@@ -159,7 +173,7 @@ class States(Mapping):
         raise NotSupported("optimizer.state lies in tiles: save optimizer.state_dict()")
 
 
-def _check(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size]) -> None:
+def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size]) -> None:
     """Refuses states to load, by the id of their parameter, that no AdamW wrote."""
     for key, state in states.items():
         if key not in shapes:

@@ -31,13 +31,18 @@ from ._weights import Weights, begin
 def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit]) -> None:
     """Refuses what a script passes that cannot be trained or committed."""
     check_optimizer(optimizer)
-    for one in track:
-        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-            raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
+    check_track(track)
     managed = {id(param) for unit in units for param in unit.params}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.requires_grad and id(param) not in managed:
             raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
+
+
+def check_track(track: Sequence[Any]) -> None:
+    """Refuses objects whose state cannot be committed."""
+    for one in track:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
 
 
 def check_drives(plan: Plan, ranks: Ranks) -> None:

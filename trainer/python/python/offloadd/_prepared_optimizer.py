@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import NotSupported
-from ._moments import Moments, States, check_room, no_write, plain
+from ._moments import Moments, ParamStates, States, check_room, no_write, plain
 from ._rewriting import Rewriting
 from ._steps import Steps
 
@@ -57,8 +57,7 @@ class Prepared:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """PyTorch's `load_state_dict`: moments go to the tiles, a unit at a time, and are committed."""
-        run = self._offloadd_run
-        run.rewriting.check_replaceable("optimizer.load_state_dict", "moments")
+        self._check_loadable()
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -68,13 +67,25 @@ class Prepared:
         hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = collections.OrderedDict(), collections.OrderedDict()
         try:
-            super().load_state_dict({**state_dict, "state": {}})
+            self._load_groups({**state_dict, "state": {}})
         finally:
             self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = hooks
         params = params_of(self.param_groups)
-        run.moments.load({id(param): dict(states[name]) for name, param in zip(names, params) if states.get(name)})
+        self._load_states({id(param): dict(states[name]) for name, param in zip(names, params) if states.get(name)})
         for hook in hooks[1].values():
             hook(self)
+
+    def _check_loadable(self) -> None:
+        """Refuses to load where that would replace what a run has."""
+        self._offloadd_run.rewriting.check_replaceable("optimizer.load_state_dict", "moments")
+
+    def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
+        """PyTorch's `load_state_dict` of the parameter groups alone."""
+        super().load_state_dict(state_dict)
+
+    def _load_states(self, states: ParamStates) -> None:
+        """Gives parameters, by their id, the states of an optimizer, and all others none."""
+        self._offloadd_run.moments.load(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise NotSupported(

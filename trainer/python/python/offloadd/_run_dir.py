@@ -198,13 +198,15 @@ def delete(run_dir: Path, agreed: bool) -> int:
     except InUse:
         raise Error(f"{run_dir}: the run is in use: end its script first") from None
     with held:
-        others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in _OF_RUN))
+        store = _store_of(run_dir)
+        # The run of an optimizer alone lies beside its tiles.
+        own = (*_OF_RUN, *(tiles.with_suffix(end).name for tiles in map(Path, store["device_files"]) for end in (".tiles", ".run")))
+        others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in own))
         others += [f"offloadd/{STORE} (another run)"] * (run_dir / "offloadd" / STORE).exists()
         parts = sorted(part.parent for part in run_dir.glob(f"nodes/*/{STORE}"))
         others += [f"nodes/{part.name} (another node's part, to be deleted on that node)" for part in parts if not _is_here(part)]
         if others:
             raise Error(f"{run_dir} also has files of others, and nothing was deleted: move or delete {', '.join(others)} first")
-        store = _store_of(run_dir)
         files = [file for file in map(Path, store["device_files"]) if file.exists()]
         print(run_dir)
         for file in files:

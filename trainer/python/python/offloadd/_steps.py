@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Mapping
 
+import torch
+
 from ._commits import Commits
 from ._console import say
 from ._errors import Error
@@ -32,7 +34,7 @@ class Steps:
         if gradients.applied:
             raise Error("optimizer.step() twice for one backward: the gradients are gone with the first step; call backward again")
         check_settings(commits.optimizer)
-        groups, group_of = self._groups()
+        groups, group_of = groups_of(commits.optimizer)
         gradients.settle_changes(given)
         came = {key: held for key, held in gradients.held.items() if key not in dropped}
         if any(held.partial for key, held in came.items() if key in group_of):
@@ -61,16 +63,6 @@ class Steps:
         if interrupted is not None:
             raise interrupted
 
-    def _groups(self) -> tuple[list[tuple[float, ...]], dict[int, int]]:
-        """The settings of each parameter group, and the group of each parameter."""
-        groups, group_of = [], {}
-        for index, group in enumerate(self._commits.optimizer.param_groups):
-            beta1, beta2 = group["betas"]
-            groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
-            for param in group["params"]:
-                group_of[id(param)] = index
-        return groups, group_of
-
     def _of_params(self, scales: Mapping[int, float], group_of: Mapping[int, int]) -> list[tuple[int, int, float]]:
         """Group, number of the update and factor of the gradient for each parameter: 0 is no update."""
         updates, found = self._commits.updates, []
@@ -95,3 +87,14 @@ class Steps:
                 factor = clipping / (norm + 1e-6)
                 scales = {key: scale * factor for key, scale in scales.items()}
         return scales
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[float, ...]], dict[int, int]]:
+    """The settings of each parameter group, and the group of each parameter."""
+    groups, group_of = [], {}
+    for index, group in enumerate(optimizer.param_groups):
+        beta1, beta2 = group["betas"]
+        groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
+        for param in group["params"]:
+            group_of[id(param)] = index
+    return groups, group_of

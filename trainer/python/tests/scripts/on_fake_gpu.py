@@ -16,6 +16,7 @@ import torch
 driver, script = ctypes.CDLL(sys.argv[1]), sys.argv[2]
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+import offloadd._optimizer_run  # noqa: E402
 import offloadd._run  # noqa: E402
 from offloadd import _offloadd  # noqa: E402
 
@@ -79,7 +80,8 @@ class FakeGpu:
 
 
 if __name__ == "__main__":
-    offloadd._run.gpu_of = lambda settings, params: FakeGpu() if settings.compute_device else None
+    for module in (offloadd._run, offloadd._optimizer_run):
+        module.gpu_of = lambda settings, params: FakeGpu() if settings.compute_device else None
     sys.argv = [script, *sys.argv[3:]]
     sys.path.insert(0, str(pathlib.Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,208 @@
+"""Moves the parameters of an optimizer's units between where they stay and tiles: gradients out before a step, parameters back after it.
+
+The counterpart of `_engine` without hooks: nothing moves in forward and backward. What is committed and rewritten sees the same names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any, Iterable, NamedTuple, Optional, Sequence
+
+import torch
+from torch import nn
+
+from ._errors import NotSupported
+from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
+from ._order import Order
+from ._param_units import ParamUnit, Piece, flat_like, flat_of, is_dtensor, local_of
+from ._ranks import Ranks
+from ._watch import Watch, unwatch, watch
+
+
+class Seen(NamedTuple):
+    """A gradient as it was when it was handed over."""
+
+    grad: "weakref.ref[torch.Tensor]"
+    version: tuple[int, ...]
+
+
+class Beside:
+    """The parameters of one optimizer."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], units: list[ParamUnit], core: Any, ranks: Ranks, gpu: Optional[GpuDevice]) -> None:
+        self.named, self.units, self.core, self.ranks = named, units, core, ranks
+        self.order = Order(core.announce)
+        # What commits ask of a model and its units.
+        self.gathering, self.model = self, SimpleNamespace(named_buffers=lambda: ())
+        # Pieces of each parameter, by its id, with their units.
+        self.pieces: dict[int, list[tuple[ParamUnit, int]]] = {}
+        for unit in units:
+            for index, piece in enumerate(unit.params):
+                self.pieces.setdefault(id(piece.param), []).append((unit, index))
+        self.name_of = {id(param): name for name, param in named}
+        # The gradients of this step that were handed over, and the sum of squares of each parameter's, over all ranks.
+        self.seen: dict[int, Seen] = {}
+        self.square_sums: dict[int, float] = {}
+        self._watches: dict[int, Watch] = {}
+        self._written: dict[int, tuple[int, ...]] = {}
+        self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
+        for unit in units:
+            if gpu is not None:
+                self.memory.adopt(unit, keep=False)
+                continue
+            unit.move(torch.empty(unit.room_elems, dtype=unit.dtype, device="cpu"), copy=False)
+            unit.flat.untyped_storage().resize_(0)
+            unit.access.forbid()
+            unit.here = False
+
+    # Gradients
+
+    def came(self) -> dict[int, torch.Tensor]:
+        """The gradient of each parameter that has one."""
+        found = {id(param): param.grad for _, param in self.named if param.grad is not None}
+        flags = bytes(id(param) in found for _, param in self.named)
+        for rank, told in enumerate(self.ranks.meet("compare which parameters have gradients", flags)):
+            if told != flags:
+                name = next(name for (name, _), ours, theirs in zip(self.named, flags, told) if ours != theirs)
+                raise NotSupported(
+                    f"{name} has a gradient on one of ranks {self.ranks.rank} and {rank} only: all ranks must have gradients of the same parameters"
+                )
+        return found
+
+    def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
+        """Whether these gradients, unchanged, were handed over already."""
+        return bool(self.seen) and self.seen.keys() == grads.keys() and all(self._is_seen(key, grad) for key, grad in grads.items())
+
+    def _is_seen(self, key: int, grad: torch.Tensor) -> bool:
+        return self.seen[key].grad() is grad and self.seen[key].version == _version(grad)
+
+    def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
+        """The name of a parameter whose gradient was changed since it was handed over."""
+        changed = (key for key, grad in grads.items() if key in self.seen and self.seen[key].grad() is grad and not self._is_seen(key, grad))
+        return self.name_of.get(next(changed, 0))
+
+    def hand_over(self, grads: dict[int, torch.Tensor]) -> None:
+        """Takes gradients to their tiles, and adds up their squares."""
+        self.forget()
+        self.core.begin_step()
+        units = [unit for unit in self.units if any(id(piece.param) in grads for piece in unit.params)]
+        self.core.announce([(True, unit.index) for unit in units])
+        flats: dict[int, torch.Tensor] = {}
+        for unit in units:
+            buffer = self.memory.gradient_buffer(unit)
+            to, come = [], []
+            for piece, view in zip(unit.params, unit.views(buffer)):
+                grad = grads.get(id(piece.param))
+                if grad is None or not piece.own:
+                    continue
+                if piece.start == 0 or id(piece.param) not in flats:
+                    flats[id(piece.param)] = self._flat_grad(piece, grad)
+                to.append(view)
+                come.append(piece.of(flats[id(piece.param)]))
+                if piece.start + piece.own == len(flats[id(piece.param)]):
+                    del flats[id(piece.param)]
+            if to:
+                torch._foreach_copy_(to, come)
+            self.memory.hand_over(unit)
+        squares = self.memory.square_sums()
+        sums = dict.fromkeys(grads, 0.0)
+        for unit in units:
+            count = len(unit.params)
+            for index, piece in enumerate(unit.params):
+                if id(piece.param) in grads:
+                    sums[id(piece.param)] += sum(squares[unit.index][index::count])
+        totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
+        self.square_sums = dict(zip(sums, totals))
+        self.seen = {key: Seen(weakref.ref(grad), _version(grad)) for key, grad in grads.items()}
+
+    def _flat_grad(self, piece: Piece, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a gradient, in the order of the parameter's memory."""
+        param = piece.param
+        if is_dtensor(param):
+            if not is_dtensor(grad):
+                raise NotSupported(f"the gradient of {piece.name} is a whole tensor, and the parameter a DTensor: give it a DTensor")
+            if grad.placements != param.placements:
+                grad = grad.redistribute(param.device_mesh, param.placements)
+            grad = grad.to_local()
+        if grad.dtype != param.dtype:
+            raise NotSupported(f"the gradient of {piece.name} is {grad.dtype}, and the parameter {param.dtype}: they must have one type")
+        return flat_like(grad, local_of(param))
+
+    def forget(self) -> None:
+        """Forgets what was handed over."""
+        self.seen, self.square_sums = {}, {}
+
+    # Parameters
+
+    def bring(self, units: Iterable[ParamUnit]) -> None:
+        """Writes the newest values into the parameters of `units`; those that come next are on their way meanwhile."""
+        units = list(units)
+        self.core.announce([(False, unit.index) for unit in units])
+        for at, unit in enumerate(units):
+            for coming in units[at : at + 1 + self.memory.ahead]:
+                if not coming.expected:
+                    self.memory.expect(coming)
+                    coming.expected = True
+            self.memory.ready(unit)
+            if not unit.sharded:
+                self.ranks.transfers.gather(unit, lambda: "after a step")
+            to = [piece.of(flat_of(local_of(piece.param))) for piece in unit.params]
+            torch._foreach_copy_(to, unit.views(unit.flat))
+            self.memory.release(unit)
+            unit.expected = False
+        self.order.forget_rest()
+        self.note_written(piece.param for unit in units for piece in unit.params)
+
+    def note_written(self, params: Iterable[nn.Parameter]) -> None:
+        """What `params` have now is in their tiles."""
+        for param in {id(param): param for param in params}.values():
+            self._written[id(param)] = _state_of(param)
+            if is_dtensor(param):
+                continue
+            if id(param) not in self._watches:
+                self._watches[id(param)] = watch([param], may_move=True)
+            self._watches[id(param)].end()
+            self._watches[id(param)].begin()
+
+    def perhaps_changed(self) -> list[nn.Parameter]:
+        """Parameters that the script may have changed since their values were those of the tiles."""
+        found = []
+        for _, param in self.named:
+            changed = self._written[id(param)] != _state_of(param)
+            if not is_dtensor(param):
+                changed |= self._watches[id(param)].end() is not None
+                self._watches[id(param)].begin()
+            if changed:
+                found.append(param)
+        return found
+
+    def in_host_memory(self, unit: ParamUnit) -> torch.Tensor:
+        """A copy of the values that the parameters of a unit have, in host memory."""
+        flat = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu")
+        for piece, view in zip(unit.params, unit.views(flat)):
+            view.copy_(piece.of(flat_of(local_of(piece.param))))
+        return flat
+
+    def stored(self, unit: ParamUnit) -> torch.Tensor:
+        """A copy of the values that a unit has in tiles, in host memory."""
+        flat = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu")
+        self.order.outside((False, unit.index))
+        self.core.gather(unit.index, unit.address(flat.data_ptr(), unit.dtype.itemsize))
+        if not unit.sharded:
+            self.ranks.transfers.complete(f"read {unit.name}", flat)
+        return flat
+
+    def detach(self) -> None:
+        """Watches the parameters no more."""
+        for watched in self._watches.values():
+            unwatch(watched.params)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, ...]:
+    """What changes where somebody writes to a tensor. An operation on a DTensor counts at the DTensor alone, one on its local part there."""
+    return (tensor._version, tensor._local_tensor._version) if is_dtensor(tensor) else (tensor._version,)
+
+
+def _state_of(param: torch.Tensor) -> tuple[int, ...]:
+    return local_of(param).data_ptr(), *_version(param)

@@ -1,0 +1,237 @@
+"""Optimizers whose state lies in host memory or on drives, for any training loop: parameters and gradients stay where they are.
+
+    optimizer = offloadd.optim.AdamW(model.parameters(), lr=2e-5, directory="/mnt/nvme0/run")
+    first = optimizer.resume()                            # steps that an earlier start has committed; 0 at first
+    for batch in itertools.islice(loader, first, None):
+        model(**batch).loss.backward()
+        offloadd.optim.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Each step ends committed: a script that is killed goes on with the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Iterable, Optional, Sequence, Union
+
+import torch
+
+from ._config import Settings, settings_of
+from ._errors import Error, NotSupported
+from ._moments import check_room, plain
+from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
+from ._prepared_optimizer import Prepared
+
+__all__ = ["AdamW", "clip_grad_norm_"]
+
+Directory = Union[str, os.PathLike]
+
+# Those of this process, to find the one that has a parameter.
+_optimizers: "weakref.WeakSet[AdamW]" = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class AdamW(Prepared, torch.optim.AdamW):
+    """`torch.optim.AdamW` with fp32 masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
+    in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
+
+    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `options` has further keys of the section "offloadd" of a
+    configuration, such as `resident_fraction`.
+
+    Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
+    left in the directory. With several ranks, all must make the same calls.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, torch.Tensor] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: Optional[bool] = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: Optional[bool] = None,
+        directory: Union[None, Directory, Sequence[Directory]] = None,
+        socket: Optional[Directory] = None,
+        moments: str = "fp32",
+        commit_every: int = 1,
+        options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self._run: Optional[OptimizerRun] = None
+        self._loading, self._number = False, next(_numbers)
+        directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
+        self._directory = directories[0] if directories else None
+        self._settings = _settings(directories, socket, {"moments": moments, "commit_every": commit_every, **(options or {})})
+        if amsgrad or maximize or differentiable:
+            raise NotSupported("amsgrad, maximize and differentiable change the update: leave them out")
+        # How torch would compute changes nothing here.
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        _optimizers.add(self)
+
+    # The run
+
+    def _open(self, resume: bool, track: Sequence[Any] = ()) -> OptimizerRun:
+        if self._run is None:
+            self._run = open_run(self, self._settings, self._directory, resume, track)
+        return self._run
+
+    def resume(self, track: Sequence[Any] = ()) -> int:
+        """Continues where the last step ended that an earlier start has committed in `directory`: with its parameters, moments, parameter groups and
+        random numbers. Returns how many steps were made; 0 where there is nothing to continue. To be called before the first step.
+
+        `track` has objects with `state_dict` and `load_state_dict`, such as schedulers, which are committed with each step and come back as they
+        were when `step` ended: a scheduler that the loop moves on after `step` is to be moved on next."""
+        if self._run is not None:
+            raise Error("resume() after the optimizer has begun: call it before the first step and before load_state_dict")
+        return self._open(resume=True, track=track).steps_done
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that were made, those of earlier starts included."""
+        return 0 if self._run is None else self._run.steps_done
+
+    def commit(self) -> None:
+        """Commits the last step now, where `commit_every` has not."""
+        if self._run is not None:
+            self._run.drain()
+
+    def close(self) -> None:
+        """Commits the last step and gives the tiles back, as the end of the script does. State in host memory is lost. Parameters keep their values."""
+        if self._run is not None:
+            self._run.close()
+
+    @property
+    def grad_norm(self) -> Optional[float]:
+        """The norm of the last step's gradients, before clipping."""
+        return None if self._run is None else self._run.commits.reports.grad_norm
+
+    # torch.optim
+
+    def step(self, closure: Any = None) -> Any:
+        """Updates the parameters that have gradients, and commits."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # What schedulers look at.
+        self._opt_called = True
+        with torch.no_grad():
+            self._open(resume=False).step()
+        return loss
+
+    step = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(step))
+    # PyTorch need not wrap it again, neither for hooks nor for a scheduler.
+    step.hooked = step._wrapped_by_lr_sched = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim."""
+        if self._run is not None:
+            self._run.forget_gradients()
+        torch.optim.Optimizer.zero_grad(self, set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim, before the optimizer has begun."""
+        if self._run is not None:
+            raise NotSupported("add_param_group after the optimizer has begun: its tiles have moments for the parameters of then. Add all groups before")
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+    @property
+    def state(self) -> Mapping:
+        """The moments of each parameter, read from tiles when somebody asks for them."""
+        return {} if self._run is None or self._loading else OptimizerStates(self._run)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._run is not None or value:
+            Prepared.state.fset(self, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state_dict` of torch.optim.AdamW, with all of this rank's moments in host memory, and an fp32 `master_param` of 16-bit parameters."""
+        if self._run is not None:
+            check_room(self._run.moment_bytes, "optimizer.state_dict() with all moments")
+        whole = torch.optim.Optimizer.state_dict(self)
+        whole["state"] = {key: {name: plain(one) for name, one in dict(of_param).items()} for key, of_param in whole["state"].items()}
+        return whole
+
+    def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
+        self._loading = True
+        try:
+            super()._load_groups(state_dict)
+        finally:
+            self._loading = False
+            # torch leaves a state here that nobody reads.
+            self.__dict__.pop("state", None)
+
+    def _load_states(self, states: dict[int, dict[str, Any]]) -> None:
+        if states or self._run is not None:
+            self._open(resume=False).load(states)
+
+    def _check_loadable(self) -> None:
+        """A script may load any state at any time, as with torch.optim."""
+
+
+def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Mapping[str, Any]) -> Settings:
+    """The checked settings of an optimizer."""
+    if socket is not None and not directories:
+        raise Error("socket= says which daemon has the tiles, and directory= where the run lies: name a directory")
+    for directory in directories:
+        # Its parent must be there: a drive that is not mounted has none.
+        try:
+            directory.mkdir(exist_ok=True)
+        except OSError as error:
+            raise Error(f"{directory} cannot be made: {error.strerror}; make it, or name another directory") from None
+    device = {"device": "nvme" if directories else "cpu", "nvme_path": list(map(str, directories))}
+    place = {} if socket is None else {"socket": os.fspath(socket)}
+    # Updates come with the parameters, while the next ones are read.
+    own = {**own, **place, "optimizer_step": "deferred"}
+    return settings_of({"zero_optimization": {"offload_optimizer": device}, "offloadd": own}, schedules=False)
+
+
+def clip_grad_norm_(
+    parameters: Union[AdamW, torch.Tensor, Iterable[torch.Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: Optional[bool] = None,
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for an `AdamW` of this module, or for parameters of one: returns the norm of all gradients, over all
+    ranks, and lets the next `step` scale them. `param.grad` stays as it is. Gradients are read once, for the norm and for the step."""
+    if float(norm_type) != 2.0:
+        raise NotSupported(f"clip_grad_norm_ with norm_type={norm_type}: use torch.nn.utils.clip_grad_norm_")
+    if isinstance(parameters, AdamW):
+        params = [param for group in parameters.param_groups for param in group["params"]]
+    else:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    by_optimizer: dict[AdamW, list[torch.Tensor]] = {}
+    # Of several that had a parameter, the newest.
+    made = sorted((one for one in _optimizers if one._run is None or not one._run.closed), key=lambda one: one._number)
+    of_param = {id(param): one for one in made for group in one.param_groups for param in group["params"]}
+    for param in params:
+        if param.grad is None:
+            continue
+        if id(param) not in of_param:
+            raise NotSupported(
+                f"a parameter of shape {tuple(param.shape)} is in no offloadd.optim.AdamW: call torch.nn.utils.clip_grad_norm_, which takes any parameters"
+            )
+        by_optimizer.setdefault(of_param[id(param)], []).append(param)
+    runs = {one._open(resume=False): of_one for one, of_one in by_optimizer.items()}
+    norm = math.sqrt(sum(run.square_sum(of_run) for run, of_run in runs.items()))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(f"the norm of the gradients is {norm}, so they cannot be clipped; error_if_nonfinite=False scales them all the same")
+    # As torch does.
+    factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else max_norm / norm
+    for run, of_run in runs.items():
+        run.scale(of_run, factor)
+    return torch.tensor(norm, dtype=torch.float32, device=params[0].device if params else "cpu")

@@ -1,0 +1,357 @@
+"""`offloadd.optim.AdamW`: the optimizer alone, whose parameters and gradients stay where they are."""
+
+import copy
+import json
+import pathlib
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import forks
+import offloadd
+from offloadd import _param_units
+from offloadd.__main__ import main
+from offloadd.optim import clip_grad_norm_
+from test_optimizer import bytes_of
+from test_runs import PROGRAM, batches, config, model_of, needs_daemon, train
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Several units, and parameters that are cut."""
+    monkeypatch.setattr(_param_units, "UNIT_ELEMS", 48)
+
+
+def adamw(params, dir=None, options=(), **more):
+    """The optimizer with its state in host memory, or on the drive that `dir` stands for."""
+    gradients = {} if dir is None else {"gradients": "nvme"}
+    return offloadd.optim.AdamW(params, lr=1e-2, directory=dir, options={"program": PROGRAM, **gradients, **dict(options)}, **more)
+
+
+def values(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def same(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+@needs_daemon
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_has_the_bits_of_a_prepared_model(tmp_path, dtype):
+    prepared = model_of(dtype)
+    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
+    with offloadd.prepare(prepared, optimizer, {**config("none", tmp_path), "gradient_accumulation_steps": 1}, run_dir=tmp_path / "run"):
+        losses = train(prepared, optimizer, batches())
+        expected, state = values(prepared), optimizer.state_dict()
+    for name, dir, options in [
+        ("host memory", None, {}),
+        ("drive", tmp_path / "drive", {}),
+        ("drive, half of it in memory", tmp_path / "half", {"resident_fraction": 0.5}),
+    ]:
+        model = model_of(dtype)
+        optimizer = adamw(model.parameters(), dir, options)
+        addresses = [param.data_ptr() for param in model.parameters()]
+        assert train(model, optimizer, batches()) == losses, name
+        assert same(values(model), expected), name
+        assert [param.data_ptr() for param in model.parameters()] == addresses, "parameters stay where they are"
+        torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+        optimizer.close()
+
+
+def two_groups(model):
+    params = list(model.parameters())
+    return [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.95)}]
+
+
+@pytest.mark.parametrize("clip", [None, torch.nn.utils.clip_grad_norm_, clip_grad_norm_])
+def test_steps_are_those_of_torchs_adamw(clip):
+    """Within 1e-6 in fp32: groups, a schedule, weight decay that changes, parameters without gradients, accumulated gradients, clipping, closures."""
+    found = {}
+    for kind in (torch.optim.AdamW, offloadd.optim.AdamW):
+        model = model_of()
+        groups, model.unused = two_groups(model), nn.Linear(3, 2)
+        # Its memory is in another order than its elements.
+        model.kernel = nn.Conv2d(4, 4, (1, 2)).to(memory_format=torch.channels_last)
+        optimizer = kind([*groups, {"params": model.unused.parameters()}, {"params": model.kernel.parameters()}], lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        norms = []
+        for number, x in enumerate(batches(12)):
+            for part in x.split(2):
+                loss = model(part, None if number % 3 else [0, 3, 1]).square()
+                (loss + model.kernel(part.view(1, 4, 1, 4)).square().mean()).backward()
+            if clip is not None:
+                own = clip if kind is offloadd.optim.AdamW else torch.nn.utils.clip_grad_norm_
+                norms.append(float(own(model.parameters(), 0.3)))
+            before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            optimizer.step((lambda: torch.tensor(5.0)) if number == 4 else None)
+            assert same(before, [param.grad for param in model.parameters() if param.grad is not None]), "gradients stay too"
+            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * number
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+        found[kind] = values(model), norms, optimizer.state_dict()
+        if kind is offloadd.optim.AdamW:
+            assert len(optimizer._run.beside.units) > 3 and any(len(pieces) > 1 for pieces in optimizer._run.beside.pieces.values())
+            optimizer.close()
+    (theirs, their_norms, their_state), (ours, our_norms, our_state) = found.values()
+    for one, other in zip(theirs, ours):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    torch.testing.assert_close(our_norms, their_norms, rtol=1e-5, atol=0)
+    assert our_state["param_groups"] == their_state["param_groups"]
+    torch.testing.assert_close(our_state["state"], their_state["state"], rtol=1e-4, atol=1e-6)
+
+
+def test_clipping_reads_gradients_once(monkeypatch):
+    model = model_of()
+    optimizer = adamw(model.parameters())
+    counted = []
+    loss = lambda: model(batches(1)[0]).square().backward()
+    loss()
+    optimizer.step()
+    plain = type(optimizer._run.beside).hand_over
+    monkeypatch.setattr(type(optimizer._run.beside), "hand_over", lambda self, grads: counted.append(len(grads)) or plain(self, grads))
+    optimizer.zero_grad()
+    loss()
+    norm = clip_grad_norm_(optimizer, 0.1)
+    exact = sum(float(param.grad.double().square().sum()) for param in model.parameters()) ** 0.5
+    assert abs(float(norm) - exact) <= 1e-6 * exact
+    optimizer.step()
+    assert len(counted) == 1
+    loss()
+    clip_grad_norm_(model.parameters(), 0.1)
+    loss()
+    with pytest.raises(offloadd.NotSupported, match="was changed after offloadd.optim.clip_grad_norm_"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss()
+    optimizer.step()
+    optimizer.close()
+    with pytest.raises(offloadd.NotSupported, match=r"shape \(8,\) is in no offloadd.optim.AdamW"):
+        other = nn.Parameter(torch.ones(8))
+        other.grad = torch.ones(8)
+        clip_grad_norm_([other], 1.0)
+
+
+@needs_daemon
+@pytest.mark.parametrize("dtype, dir", [(torch.float32, None), (torch.bfloat16, "drive")])
+def test_a_state_goes_on_with_the_same_bits(tmp_path, dtype, dir):
+    model = model_of(dtype)
+    optimizer = adamw(two_groups(model), dir and tmp_path / "whole")
+    train(model, optimizer, batches()[:4])
+    saved = bytes_of([model.state_dict(), optimizer.state_dict()])
+    assert all(type(one) is torch.Tensor for state in saved[1]["state"].values() for one in state.values())
+    with pytest.raises(offloadd.NotSupported, match="optimizer.state of"):
+        next(iter(optimizer.state.values()))["exp_avg"].zero_()
+    expected = train(model, optimizer, batches()[4:]), values(model)
+    optimizer.close()
+    for steps in (0, 2):
+        model = model_of(dtype)
+        optimizer = adamw(two_groups(model), dir and tmp_path / f"loaded{steps}")
+        train(model, optimizer, batches()[:steps])
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        assert (train(model, optimizer, batches()[4:]), values(model)[0].tolist()) == (expected[0], expected[1][0].tolist())
+        assert same(values(model), expected[1])
+        optimizer.close()
+
+
+def test_checkpoints_of_torchs_adamw_are_loaded_and_written():
+    plain = model_of()
+    theirs = torch.optim.AdamW(two_groups(plain), lr=1e-2)
+    train(plain, theirs, batches()[:5])
+    model, called = model_of(), []
+    optimizer = adamw(two_groups(model))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("after"))
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(bytes_of(theirs.state_dict()))
+    assert called == ["before", "after"]
+    train(plain, theirs, batches()[5:])
+    train(model, optimizer, batches()[5:])
+    for one, other in zip(values(plain), values(model)):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    back = model_of()
+    back.load_state_dict(model.state_dict())
+    theirs = torch.optim.AdamW(two_groups(back), lr=1e-2)
+    theirs.load_state_dict(bytes_of(optimizer.state_dict()))
+    train(back, theirs, batches()[:3])
+    train(model, optimizer, batches()[:3])
+    for one, other in zip(values(back), values(model)):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    optimizer.close()
+
+
+def test_values_that_a_script_gives_to_parameters_count():
+    def run(make):
+        model = model_of()
+        optimizer = make(model.parameters(), lr=1e-2)
+        train(model, optimizer, batches()[:3])
+        model.load_state_dict(model_of().state_dict())
+        train(model, optimizer, batches()[:2])
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        model.blocks[0].linear.weight.data.add_(0.5)
+        train(model, optimizer, batches()[:2])
+        model.head.bias.data = torch.full_like(model.head.bias, 3.0)
+        return train(model, optimizer, batches()[:3]), values(model)
+
+    (theirs, weights), (ours, found) = run(torch.optim.AdamW), run(offloadd.optim.AdamW)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for one, other in zip(weights, found):
+        torch.testing.assert_close(other, one, rtol=0, atol=3e-6)
+
+
+def test_hooks_scalers_and_frameworks_see_an_optimizer_of_torch():
+    model, called = model_of(), []
+    optimizer = adamw(model.parameters())
+    assert isinstance(optimizer, torch.optim.AdamW) and len(optimizer.state) == 0
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    # Nothing has begun.
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))], "lr": 1e-3})
+    plain = model_of()
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1) for _ in range(2)]
+    for number, x in enumerate(batches(5)):
+        for one, of_one, scaler in ((model, optimizer, scalers[0]), (plain, theirs, scalers[1])):
+            loss = one(x).square()
+            scaler.scale(loss * float("inf") if number == 2 else loss).backward()
+            scaler.unscale_(of_one)
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.3, foreach=True)
+            scaler.step(of_one)
+            scaler.update()
+            of_one.zero_grad()
+    assert called == ["before", "after"] * 4 and scalers[0].get_scale() == scalers[1].get_scale()
+    for one, other in zip(values(plain), values(model)):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    with pytest.raises(offloadd.NotSupported, match="add_param_group after the optimizer has begun"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+    with pytest.raises(offloadd.NotSupported, match="pickled or copied"):
+        copy.deepcopy(optimizer)
+    optimizer.close()
+    with pytest.raises(offloadd.Error, match="the optimizer is closed"):
+        train(model, optimizer, batches(1))
+
+
+def test_an_interrupted_step_is_finished_first(monkeypatch):
+    plain, model = model_of(), model_of()
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), batches(3))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, batches(2))
+    memory, expect, calls = type(optimizer._run.beside.memory), type(optimizer._run.beside.memory).expect, []
+
+    def interrupted(self, unit):
+        calls.append(unit)
+        if len(calls) in (4, 9):
+            raise KeyboardInterrupt
+        expect(self, unit)
+
+    monkeypatch.setattr(memory, "expect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, batches()[2:])
+    assert optimizer.steps_done == 3 and len(calls) > 10
+    for one, other in zip(values(plain), values(model)):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    optimizer.close()
+
+
+def test_what_is_not_updated_is_refused_by_name(tmp_path):
+    frozen = model_of()
+    frozen.head.requires_grad_(False)
+    optimizer = adamw(frozen.named_parameters())
+    train(frozen, optimizer, batches(1))
+    frozen.head.requires_grad_(True)
+    with pytest.raises(offloadd.NotSupported, match="has a gradient, and required none"):
+        train(frozen, optimizer, batches(1))
+    optimizer.close()
+    wrong = [
+        (dict(amsgrad=True), "amsgrad"),
+        (dict(moments="fp8"), "offloadd.moments"),
+        (dict(options={"comit_every": 2}), "commit_every"),
+        (dict(directory=tmp_path / "not" / "there"), "cannot be made"),
+        (dict(socket="/run/offloadd"), "name a directory"),
+    ]
+    for more, message in wrong:
+        with pytest.raises(offloadd.Error, match=message):
+            offloadd.optim.AdamW(model_of().parameters(), **more)
+    for make, message in [
+        (lambda: nn.Parameter(torch.ones(4, device="meta")), "no values yet"),
+        (lambda: nn.Parameter(torch.ones(4, dtype=torch.float64)), "w is torch.float64"),
+        (lambda: nn.Parameter(torch.ones(1).expand(4)), "share memory"),
+    ]:
+        with pytest.raises(offloadd.Error, match=message):
+            adamw([("w", make())]).resume()
+
+
+def script(directory, **given):
+    """The lines of scripts/only_optimizer.py, and whether it was killed."""
+    process = forks.start(HERE / "scripts" / "only_optimizer.py", directory, json.dumps({"options": {"program": PROGRAM, "gradients": "nvme"}, **given}))
+    out, errors = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), errors
+    return out.splitlines(), process.returncode != 0
+
+
+@needs_daemon
+def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path):
+    kind = {"dtype": "bfloat16", "moments": "bf16"}
+    whole, _ = script(tmp_path / "whole", **kind)
+    lines = {}
+    for kill, resumed in [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]:
+        found, killed = script(tmp_path / "killed", **kind, kill=kill)
+        # Each step is committed when it ends.
+        assert killed and found[0] == f"resumed {resumed}", (kill, found)
+        lines.update(dict.fromkeys(found[1:]))
+    found, killed = script(tmp_path / "killed", **kind)
+    assert not killed and list(dict.fromkeys([*lines, *found[1:]])) == whole[1:]
+
+
+@needs_daemon
+def test_another_optimizer_is_refused_by_name_and_a_new_start_replaces(tmp_path):
+    def begin(named, resume=True, **more):
+        optimizer = adamw(named, tmp_path / "drive", **more)
+        steps = optimizer.resume() if resume else 0
+        return optimizer, steps
+
+    model = model_of()
+    optimizer, _ = begin(model.named_parameters())
+    train(model, optimizer, batches(3))
+    with pytest.raises(offloadd.Error, match="give each run its own directory"):
+        begin(model_of().named_parameters())
+    optimizer.close()
+    renamed = [(name.replace("blocks.1.norm", "blocks.1.other"), param) for name, param in model_of().named_parameters()]
+    for named, more, message in [
+        (renamed, {}, r"begun with blocks.1.norm.weight, which the optimizer does not have now"),
+        (list(model_of(torch.bfloat16).named_parameters()), {}, "begun with .* trained in float32, and the model has it trained in bfloat16"),
+        ([*model_of().named_parameters(), ("more", nn.Parameter(torch.ones(2)))], {}, "begun without more"),
+        ([(name, nn.Parameter(torch.ones(3)) if name == "head.bias" else param) for name, param in model_of().named_parameters()], {}, r"head.bias \(1,\)"),
+        (list(reversed(list(model_of().named_parameters()))), {}, "begun with blocks.0.linear.weight .* where the model has head.bias"),
+        (list(model_of().named_parameters()), {"moments": "bf16"}, "begun with moments in fp32"),
+    ]:
+        with pytest.raises(offloadd.LayoutChanged, match=message):
+            begin(named, **more)
+    optimizer, steps = begin(model_of().named_parameters())
+    assert steps == 3
+    with pytest.raises(offloadd.Error, match="before the first step"):
+        optimizer.resume()
+    optimizer.close()
+    # A start that does not ask for it begins anew.
+    new, plain = model_of(), model_of()
+    optimizer, _ = begin(new.named_parameters(), resume=False)
+    assert train(new, optimizer, batches(3)) == train(plain, adamw(plain.parameters()), batches(3))
+    assert optimizer.steps_done == 3
+    assert main(["delete", str(tmp_path / "drive"), "--yes"]) == 1
+    optimizer.close()
+    assert main(["delete", str(tmp_path / "drive"), "--yes"]) == 0 and not (tmp_path / "drive").exists()
+
+
+@needs_daemon
+def test_steps_are_committed_as_often_as_asked(tmp_path):
+    found, killed = script(tmp_path / "drive", commit_every=3, kill=(5, None))
+    assert killed
+    found, _ = script(tmp_path / "drive", commit_every=3)
+    assert found[0] == "resumed 3"
