@@ -126,13 +126,15 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Keeps the values of parameters in memory, through forwards of the model too. With `modifier_rank=0`, the first rank's changes are
-    committed at its end; without it they are lost. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
+    committed at its end; without it they are lost. Values that are only read, and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
     have the first one's at its end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
     with contextlib.ExitStack() as stack:
         found = [(run, run.engine.gathering.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
+        if modifier_rank is None:
+            found = [(run, units) for run, units in found if _has_room(run, units)]
         for run, units in found:
             for unit in units:
                 stack.enter_context(run.engine.gathering.pinned(unit))
@@ -146,6 +148,11 @@ def GatheredParameters(
             for run, units in found:
                 run.rewriting.keep_changes(units)
             _share([param for param in wanted if not any(id(param) in run.engine.gathering.unit_of for run, _ in found)])
+
+
+def _has_room(run: Run, units: list[Unit]) -> bool:
+    """Whether units that are to be read fit into memory at a time. One does; and where one rank leads, the others bring what it reads."""
+    return len(units) < 2 or run.engine.gathering.leads or run.whole.has_room(units)
 
 
 def _uses(unit: Unit) -> int:
