@@ -121,13 +121,19 @@ def said_and_losses(tmp_path, name, *more):
 @needs_daemon
 @pytest.mark.parametrize(
     "name, more",
-    [("dpo", []), ("dpo", ["--precompute_ref_log_probs", "true"]), ("rloo", ["--num_iterations", "2"]), ("gkd", [])],
-    ids=["reference", "reference computed before", "reference of samples", "teacher"],
+    [
+        ("dpo", ["--sync_ref_model", "true", "--ref_model_sync_steps", "2"]),
+        ("dpo", ["--precompute_ref_log_probs", "true"]),
+        ("rloo", ["--num_iterations", "2"]),
+        ("gkd", []),
+    ],
+    ids=["reference that follows", "reference computed before", "reference of samples", "teacher"],
 )
 def test_what_a_trainer_does_not_train_lies_in_tiles_beside_what_it_trains(tmp_path, name, more):
     said, found, expected = said_and_losses(tmp_path, name, *more)
     assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert f"{tmp_path}/ours/offloadd-frozen: the run trains nothing and writes the weights" in said
+    # One that follows is written anew in steps 2 and 4.
+    assert said.count(f"{tmp_path}/ours/offloadd-frozen: the run trains nothing and writes the weights") == (3 if "--sync_ref_model" in more else 1)
     assert f"{tmp_path}/ours/offloadd: the run begins" in said
     assert len(list(tmp_path.glob("*.tiles"))) == 2
 
