@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import offloadd
-from offloadd import _whole
+from offloadd import _whole, _zero
 from offloadd._memory import HostMemory
 from ranks import on_ranks
 from test_runs import config, needs_daemon
@@ -91,7 +91,15 @@ def test_weights_that_do_not_fit_are_brought_for_each_token_and_the_cost_is_said
                 ours.model.generate(input_ids=prompts(), **HOW)
                 assert len(brought) == (0 if fits else HOW["max_new_tokens"] * len(ours.units))
             ours.check()
+        # What TRL does below offloadd-run.
+        _zero.remember(ours.run)
+        monkeypatch.setattr(_whole._offloadd, "host_available_bytes", lambda: bytes_)
+        with _zero.GatheredParameters(list(ours.model.parameters())):
+            assert not any(unit.here for unit in ours.units)
+            assert torch.equal(ours.plain.generate(input_ids=prompts(), **HOW), ours.model.generate(input_ids=prompts(), **HOW))
         monkeypatch.undo()
+        with _zero.GatheredParameters(list(ours.model.parameters())):
+            assert all(unit.here for unit in ours.units)
     said = [line for line in capfd.readouterr().err.splitlines() if "do not fit" in line]
     assert len(said) == 1 and " s a token (" in said[0] and "from drives" in said[0], said
 
@@ -164,3 +172,24 @@ def test_ranks_generate_as_often_as_each_likes_and_have_all_weights(tmp_path):
     first, second = on_ranks(2, tmp_path / "store", sample_on_rank, tmp_path)
     assert first[:2] == (True, [True]) and second[:2] == (True, [True] * 3)
     assert first[2:] == second[2:] and "lm_head.weight" not in first[2]
+
+
+def follow_on_rank(rank, count, dir):
+    """The logits of a reference that is changed twice, as TRL does: on the first rank, between passes."""
+    plain, engine = llama(dtype=torch.float32), offloadd.initialize(model=llama(dtype=torch.float32), config=config("nvme", dir), run_dir=dir / "run")[0]
+    same = []
+    for factor in (0.5, -2.0):
+        with _zero.GatheredParameters(list(engine.parameters()), modifier_rank=0), torch.no_grad():
+            for param, of_plain in zip(engine.parameters(), plain.parameters()):
+                of_plain.mul_(factor)
+                if rank == 0:
+                    param.data.mul_(factor)
+        with torch.no_grad():
+            same.append(torch.equal(engine(input_ids=prompts()).logits, plain(input_ids=prompts()).logits))
+    tiles = len(list(dir.glob("*.tiles")))
+    engine.destroy()
+    return same, tiles, engine.run
+
+
+def test_a_reference_follows_what_the_first_rank_gives_it(tmp_path):
+    assert on_ranks(2, tmp_path / "store", follow_on_rank, tmp_path) == [([True, True], 1, None)] * 2
