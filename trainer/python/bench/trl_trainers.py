@@ -1,10 +1,11 @@
 """Trains with TRL's trainers and their defaults, plain and below `offloadd-run`, and compares losses, rewards and saved weights.
 
-    python trainer/python/bench/trl_trainers.py [--only NAME ...] [--nproc 2] [--work DIR]
+    python trainer/python/bench/trl_trainers.py [--only NAME ...] [--nproc 2] [--lora] [--attach] [--work DIR] [-- ARGUMENT ...]
 
 Each trainer trains a tiny model with random weights for 4 steps on the CPU in fp32 (tests/scripts/trl_trainers.py): alone; with ZeRO stage
 3 and device `nvme`; and killed with SIGKILL after its second step's checkpoint and started again from it. Those that generate gather all
-weights for it, TRL's default. With --nproc 2 each run has 2 ranks with half a batch each.
+weights for it, TRL's default. With --nproc 2 each run has 2 ranks with half a batch each; with --lora adapters are trained; with --attach the
+model is taken over by `offloadd.hf.attach`. Arguments are the trainer's own, such as `-- --num_iterations 2`.
 """
 
 import argparse
@@ -30,6 +31,7 @@ class Case:
 
     def __init__(self, options, name):
         self.name, self.nproc, self.models, self.work = name, options.nproc, options.work / "models", options.work / name
+        self.attach, self.more = options.attach, ["--lora"] * options.lora + options.arguments
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "nvme").mkdir(parents=True)
         auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -43,13 +45,13 @@ class Case:
     def run(self, out, offloaded, resume=False, kill=False):
         """Runs the trainer with its output in `out`."""
         checkpoint = out / "checkpoint-2"
-        given = [self.name, self.models, "--output_dir", out, "--per_device_train_batch_size", BATCH // self.nproc]
+        given = [self.name, self.models, *self.more, "--output_dir", out, "--per_device_train_batch_size", BATCH // self.nproc]
         given += ["--resume_from_checkpoint", checkpoint] if resume else []
-        if offloaded:
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.nproc] if self.nproc > 1 else []
+        if offloaded and not self.attach:
             command = ["-m", "offloadd.launch", "--nproc", self.nproc, SCRIPT, *given, "--deepspeed", self.work / "ds.json"]
         else:
-            ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.nproc] if self.nproc > 1 else []
-            command = [*ranks, SCRIPT, *given, "--use_cpu"]
+            command = [*ranks, SCRIPT, *given, "--use_cpu", *(["--attach", self.work / "ds.json"] if offloaded else [])]
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         more |= {"HF_DATASETS_CACHE": str(self.work / "cache"), "TOKENIZERS_PARALLELISM": "false"}
@@ -77,7 +79,7 @@ class Case:
     def weights(self, out):
         from safetensors.torch import load_file
 
-        return load_file(out / "model.safetensors")
+        return load_file(next(out.glob("*model.safetensors")))
 
 
 def check(case):
@@ -109,6 +111,9 @@ def main():
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("target/trl"), metavar="DIR", help="models and output")
     parser.add_argument("--only", nargs="+", choices=made["TRAINERS"], default=list(made["TRAINERS"]), metavar="NAME", help="some of the trainers")
     parser.add_argument("--nproc", type=int, default=1, choices=[1, 2], metavar="N", help="ranks of each run (1)")
+    parser.add_argument("--lora", action="store_true", help="train adapters")
+    parser.add_argument("--attach", action="store_true", help="offloadd.hf.attach in place of offloadd-run")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of the trainer")
     options = parser.parse_args()
     options.work = options.work.resolve()
     shutil.rmtree(options.work / "models", ignore_errors=True)

@@ -3,7 +3,9 @@
 import json
 import pathlib
 import random
+import socket
 import time
+import zipfile
 
 import pytest
 import torch
@@ -44,33 +46,52 @@ def make_model_and_data(into):
 
 def losses(out, steps=STEPS, names=("loss",)):
     history = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
-    return {(entry["step"], name): entry[name] for entry in history if "loss" in entry for name in names}
+    return {(entry["step"], name): entry[name] for entry in history if "loss" in entry for name in names if name in entry}
 
 
-def start(out, command, *more):
+def start(out, command, *more, environment=()):
     imports = ["datasets", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "transformers.models.llama.modeling_llama"]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(out.parent / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-    return server("deepspeed").start(*command, "--output_dir", out, *more, environment=offline, imports=imports)
+    return server("deepspeed").start(*command, "--output_dir", out, *more, environment={**offline, **dict(environment)}, imports=imports)
 
 
-def plain_and_killed(tmp_path, command):
-    """Runs a script in `plain`, and in `ours` with a kill after its first checkpoint and again from it."""
+def start_ranks(count, out, command, *more):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of = lambda rank: {name: str(value) for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
+    return [start(out, command, *more, environment=of(rank) if count > 1 else ()) for rank in range(count)]
+
+
+def is_whole(checkpoint, ranks):
+    """Whether each rank has written all of its part."""
+    state = checkpoint / "trainer_state.json"
+    randoms = [checkpoint / (f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth") for rank in range(ranks)]
+    return state.exists() and state.read_text().endswith("}\n") and all(map(zipfile.is_zipfile, randoms))
+
+
+def plain_and_killed(tmp_path, command, ranks=1):
+    """Runs a script in `plain`, and in `ours` with a kill after its first checkpoint and again from it. Returns the first rank's lines of that."""
     (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
-    lines_of(start(tmp_path / "plain", command, "--use_cpu"))
+    for script in start_ranks(ranks, tmp_path / "plain", command, "--use_cpu"):
+        lines_of(script)
     deepspeed = ["--deepspeed", tmp_path / "ds.json"]
-    killed, first = start(tmp_path / "ours", command, *deepspeed), tmp_path / "ours" / "checkpoint-2"
-    while not killed.has_ended() and not (first / "trainer_state.json").exists():
+    killed, first = start_ranks(ranks, tmp_path / "ours", command, *deepspeed), tmp_path / "ours" / "checkpoint-2"
+    while not killed[0].has_ended() and not is_whole(first, ranks):
         time.sleep(0.005)
-    killed.kill()
-    assert killed.wait() == -9, killed.communicate()
-    lines_of(start(tmp_path / "ours", command, *deepspeed, "--resume_from_checkpoint", first))
+    for script in killed:
+        script.kill()
+    assert killed[0].wait() == -9, killed[0].communicate()
+    again = start_ranks(ranks, tmp_path / "ours", command, *deepspeed, "--resume_from_checkpoint", first)
+    return [lines_of(script) for script in again][0]
 
 
 @needs_daemon
 @pytest.mark.parametrize("name, lora", [("sft", False), ("dpo", True)])
 def test_a_script_that_is_killed_and_resumed_has_the_losses_and_weights_of_plain_pytorch(tmp_path, name, lora):
     make_model_and_data(tmp_path)
-    adapters = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj".split() if lora else []
+    # The reference is the model without its adapters, before anything is trained.
+    adapters = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj --precompute_ref_log_probs true".split() if lora else []
     data = ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / name]
     plain_and_killed(tmp_path, [SCRIPTS / f"{name}.py", *COMMON.split(), *adapters, *data])
 
@@ -100,20 +121,49 @@ def said_and_losses(tmp_path, name, *more):
 @needs_daemon
 @pytest.mark.parametrize(
     "name, more",
-    [("dpo", []), ("dpo", ["--precompute_ref_log_probs", "true"]), ("grpo", ["--beta", "0.1"]), ("gkd", [])],
-    ids=["reference", "reference computed before", "reference of samples", "teacher"],
+    [
+        ("dpo", ["--sync_ref_model", "true", "--ref_model_sync_steps", "2"]),
+        ("dpo", ["--precompute_ref_log_probs", "true"]),
+        ("rloo", ["--num_iterations", "2"]),
+        ("gkd", []),
+    ],
+    ids=["reference that follows", "reference computed before", "reference of samples", "teacher"],
 )
 def test_what_a_trainer_does_not_train_lies_in_tiles_beside_what_it_trains(tmp_path, name, more):
     said, found, expected = said_and_losses(tmp_path, name, *more)
     assert len(expected) == 4 and found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert f"{tmp_path}/ours/offloadd-frozen: the run trains nothing and writes the weights" in said
+    # One that follows is written anew in steps 2 and 4.
+    assert said.count(f"{tmp_path}/ours/offloadd-frozen: the run trains nothing and writes the weights") == (3 if "--sync_ref_model" in more else 1)
     assert f"{tmp_path}/ours/offloadd: the run begins" in said
     assert len(list(tmp_path.glob("*.tiles"))) == 2
 
 
+# What a trainer logs at each step, if it does.
+LOGGED = ("loss", "grad_norm", "reward", "rewards/chosen", "rewards/rejected", "kl", "completions/mean_length", "num_tokens")
+
+
+def same_as_plain(tmp_path):
+    expected = losses(tmp_path / "plain", 4, LOGGED)
+    assert {step for step, _ in expected} == {1, 2, 3, 4} and losses(tmp_path / "ours", 4, LOGGED) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    return {name for _, name in expected}
+
+
 @needs_daemon
-def test_a_trainer_that_generates_with_its_defaults_has_the_completions_and_losses_of_plain_pytorch(tmp_path):
-    plain_and_killed(tmp_path, [HERE / "scripts" / "trl_trainers.py", "grpo", tmp_path / "models"])
-    names = ("loss", "grad_norm", "reward", "completions/mean_length", "num_tokens")
-    expected = losses(tmp_path / "plain", 4, names)
-    assert len(expected) == 4 * len(names) and losses(tmp_path / "ours", 4, names) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+def test_ranks_that_generate_and_are_killed_have_the_completions_and_losses_of_plain_pytorch(tmp_path):
+    lines = plain_and_killed(tmp_path, [HERE / "scripts" / "trl_trainers.py", "grpo", tmp_path / "models", "--num_iterations", "2"], ranks=2)
+    assert {"reward", "completions/mean_length"} <= same_as_plain(tmp_path)
+    assert lines[-1] == "0 units brought while text was generated"
+
+
+@needs_daemon
+@pytest.mark.parametrize(
+    "name, way, more",
+    [("rloo", "--attach", ["--lora", "--num_iterations", "2"]), ("kto", "--attach", []), ("kto", "--deepspeed", ["--lora"])],
+)
+def test_a_trainer_has_the_rewards_and_losses_of_plain_pytorch(tmp_path, name, way, more):
+    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
+    command = [HERE / "scripts" / "trl_trainers.py", name, tmp_path / "models", *more]
+    lines_of(start(tmp_path / "plain", command, "--use_cpu"))
+    lines = lines_of(start(tmp_path / "ours", command, way, tmp_path / "ds.json", *(["--use_cpu"] if way == "--attach" else [])))
+    assert {"reward", "rewards/chosen"} & same_as_plain(tmp_path)
+    assert lines[-1] == "0 units brought while text was generated"

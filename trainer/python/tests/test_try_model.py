@@ -18,7 +18,7 @@ from offloadd.__main__ import main  # noqa: E402
 from test_runs import PROGRAM, needs_daemon  # noqa: E402
 from toy import randomize  # noqa: E402
 
-EXAMPLE = pathlib.Path(__file__).resolve().parents[1] / "examples" / "distill.py"
+EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 IMPORTS = ["transformers.models.llama.modeling_llama"]
 WORDS = [f"w{number}" for number in range(60)]
 TEMPLATE = "{% for one in messages %}[{{ one['role'] }}] {{ one['content'] }} {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -184,7 +184,9 @@ def test_the_example_of_a_teacher_that_is_killed_ends_as_it_does_unbroken(tmp_pa
     teacher = made(tmp_path / "teacher", hidden_size=64, intermediate_size=96)
     (tmp_path / "drive").mkdir()
     environment = {"PATH": f"{pathlib.Path(PROGRAM).parent}:{os.environ['PATH']}"}
-    begin = lambda runs: forks.start(EXAMPLE, teacher, model, tmp_path / runs, tmp_path / "drive", "8", environment=environment, imports=IMPORTS)
+    begin = lambda runs: forks.start(
+        EXAMPLES / "distill.py", teacher, model, tmp_path / runs, tmp_path / "drive", "8", environment=environment, imports=IMPORTS
+    )
     whole, killed = begin("whole"), begin("killed")
     for line in killed.stdout:
         if line.startswith("step 3:"):
@@ -195,4 +197,24 @@ def test_the_example_of_a_teacher_that_is_killed_ends_as_it_does_unbroken(tmp_pa
     assert expected.count("step ") == 8, errors
     found, said = begin("killed").communicate()
     assert "killed/teacher: the run trains nothing and has the weights that an earlier start wrote" in said
+    assert 0 < len(found) < len(expected) and expected.endswith(found)
+
+
+@needs_daemon
+def test_the_example_that_writes_and_learns_has_the_texts_of_another_program_with_its_weights_and_resumes(tmp_path, model):
+    (tmp_path / "drive").mkdir()
+    environment = {"PATH": f"{pathlib.Path(PROGRAM).parent}:{os.environ['PATH']}"}
+    begin = lambda run, *more: forks.start(
+        EXAMPLES / "reinforce.py", model, tmp_path / run, tmp_path / "drive", "5", *more, environment=environment, imports=IMPORTS
+    )
+    whole, sampler, killed = begin("whole"), begin("sampler", "sampler"), begin("killed")
+    for line in killed.stdout:
+        if line.startswith("step 3:"):
+            killed.kill()
+            break
+    assert killed.wait() == -9
+    expected, errors = whole.communicate()
+    assert expected.count("step ") == 5 and len(set(expected.split("rewards")[1:])) > 1, errors
+    assert sampler.communicate()[0] == expected
+    found, _ = begin("killed").communicate()
     assert 0 < len(found) < len(expected) and expected.endswith(found)

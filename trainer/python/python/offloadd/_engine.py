@@ -236,6 +236,22 @@ class Engine:
         else:
             gathering.release_all()
 
+    def release(self) -> None:
+        """Gives back all memory that the next pass can do without, or makes again."""
+        gathering = self.gathering
+        if self.forwards and calls_of(None) or in_backward():
+            raise Error("run.release() within a forward or a backward: call it between passes")
+        if any(unit.pins for unit in gathering.units):
+            raise Error("run.release() while weights are to stay in memory: call it after run.gathered() or GatheredParameters has ended")
+        for unit in gathering.units:
+            if unit.expected:
+                # Its memory must not go while it is written.
+                gathering.memory.ready(unit)
+        gathering.release_all()
+        if not self.gradients.under_way:
+            self.gradients.forget_buffers()
+            gathering.memory.shrink()
+
     def stale(self) -> None:
         """Drops the units in memory, which no longer equal the tiles."""
         gathering = self.gathering

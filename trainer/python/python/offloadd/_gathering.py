@@ -197,6 +197,11 @@ class Gathering:
         with self.leading():
             return work()
 
+    @property
+    def whole(self) -> bool:
+        """Whether all units stay in memory through passes, so that no pass brings any."""
+        return all(unit.pins and unit.here and unit.fresh for unit in self.units)
+
     def release_all(self) -> None:
         """Gives back what is still here, after a pass that did not end in order too."""
         for unit in self.units:

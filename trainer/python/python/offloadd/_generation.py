@@ -85,8 +85,8 @@ class Meter:
             prompt = 0 if given is None else given.shape[-1]
             length = made.shape[-1] - (1 if getattr(getattr(engine.model, "config", None), "is_encoder_decoder", False) else prompt)
             self.last = Generated(len(made), len(made) * length, engine.passes - passes, took)
-            # On all ranks at once.
-            bound = self.bound
+            # On all ranks at once. Where all weights stay in memory, their bytes bound nothing.
+            bound = None if engine.gathering.whole else self.bound
             if self.tells and time.monotonic() - self._said_s >= _LINE_S:
                 self._said_s = time.monotonic()
                 say(f"generated {self.last.line(bound)}")
@@ -98,24 +98,25 @@ class Meter:
     def bound(self) -> Bound:
         """Measured when it is first asked for, by all ranks."""
         if self._bound is None:
-            self._bound = self._measure()
+            self._bound = measured_bound(self._engine, self._plan)
         return self._bound
 
-    def _measure(self) -> Bound:
-        """That of the drives, whose rate was measured when they were opened, or of the way from host memory to where the model computes, measured
-        with the largest unit."""
-        gathering = self._engine.gathering
-        if self._plan.settings.device == "nvme":
-            figures = json.loads(_offloadd.plan(self._plan.engine_plan))
-            ranks = gathering.ranks
-            # Each rank has tiles of its own, and each node drives of its own.
-            if bytes_ := ranks.total("find the bound of a pass", int(figures["forward_read_bytes"])) // ranks.places.nodes:
-                return Bound(bytes_, figures["read_bytes_per_s"], "drives")
-        largest, took = max(gathering.units, key=lambda unit: unit.bytes), []
-        for _ in range(2):
-            began = time.perf_counter()
-            with gathering.gathered(largest):
-                if largest.flat.is_cuda:
-                    torch.cuda.synchronize(largest.flat.device)
-                took.append(time.perf_counter() - began)
-        return Bound(sum(unit.bytes for unit in gathering.units), largest.bytes / min(took), "host memory")
+
+def measured_bound(engine: Engine, plan: Plan) -> Bound:
+    """That of the drives, whose rate was measured when they were opened, or of the way from host memory to where the model computes, measured
+    with the largest unit. All ranks must call it."""
+    gathering = engine.gathering
+    if plan.settings.device == "nvme":
+        figures = json.loads(_offloadd.plan(plan.engine_plan))
+        ranks = gathering.ranks
+        # Each rank has tiles of its own, and each node drives of its own.
+        if bytes_ := ranks.total("find the bound of a pass", int(figures["forward_read_bytes"])) // ranks.places.nodes:
+            return Bound(bytes_, figures["read_bytes_per_s"], "drives")
+    largest, took = max(gathering.units, key=lambda unit: unit.bytes), []
+    for _ in range(2):
+        began = time.perf_counter()
+        with gathering.gathered(largest):
+            if largest.flat.is_cuda:
+                torch.cuda.synchronize(largest.flat.device)
+            took.append(time.perf_counter() - began)
+    return Bound(sum(unit.bytes for unit in gathering.units), largest.bytes / min(took), "host memory")

@@ -79,6 +79,10 @@ class Gradients:
         self._complete[self.kind, unit, self._times.get(unit)] = left == 1
         self.hand_over(unit)
 
+    def forget_buffers(self) -> None:
+        """Drops what refers to the buffers that gradients leave from."""
+        self._gradient_views.clear()
+
     def end_backward(self) -> None:
         """All gradients were handed over."""
         self._times.clear()

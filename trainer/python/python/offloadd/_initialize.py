@@ -437,13 +437,13 @@ class ReadingEngine(TrainingEngine):
     def __init__(self, model: nn.Module, settings: Settings, run_dir: Optional[Union[str, os.PathLike]], resume: bool) -> None:
         self.config, self.module, self._settings = settings.json, model, settings
         # One that is trained, or read already, stays as it is.
-        self._own: Optional[Run] = None
+        self._owns = False
         if not settings.parameters_stay and getattr(model, "_offloadd_run", None) is None:
             if settings.precision is not None:
                 model.to(getattr(torch, settings.precision))
             directory = run_dir or unused_dir(beside(settings.run_dir or settings.default_dir))
-            self._own = prepare(model, None, settings, run_dir=directory, resume=resume)
-            remember(self._own)
+            self._owns = True
+            remember(prepare(model, None, settings, run_dir=directory, resume=resume))
         elif settings.parameters_stay and settings.precision is not None:
             model.to(getattr(torch, settings.precision))
         self.tput_timer = _Timer()
@@ -469,9 +469,9 @@ class ReadingEngine(TrainingEngine):
         return int(os.environ.get("LOCAL_RANK", 0))
 
     def destroy(self) -> None:
-        """Ends the run that this engine began, if the model has no other one since."""
-        if self._own is not None:
-            self._own.close()
+        """Ends the run that this engine began, unless the model is trained since."""
+        if self._owns and self.run is not None and not self.run.trains:
+            self.run.close()
 
 
 class _WithoutParameters(nn.Module):

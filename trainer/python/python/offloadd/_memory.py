@@ -40,6 +40,9 @@ class Memory(Protocol):
     def hand_over(self, unit: Unit) -> None:
         """Begins to take the gradients in the unit's buffer to its tiles."""
 
+    def shrink(self) -> None:
+        """Frees what is made again when it is needed. No unit is here and no backward is under way."""
+
     def square_sums(self) -> dict[int, Sequence[float]]:
         """Waits for all gradients. Returns, by unit, the sum of squares of each parameter's gradient in this step, as far as this rank
         has its tiles."""
@@ -96,6 +99,9 @@ class HostMemory:
     def hand_over(self, unit: Unit) -> None:
         self._square_sums[unit.index] = self._core.scatter(unit.index, unit.address(self._buffer.data_ptr(), unit.gradient_dtype.itemsize))
 
+    def shrink(self) -> None:
+        self._buffer = None
+
     def square_sums(self) -> dict[int, Sequence[float]]:
         sums, self._square_sums = self._square_sums, {}
         return sums
@@ -129,6 +135,11 @@ class GpuDevice:
 
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
+
+    def shrink(self) -> None:
+        """Gives back what the allocator holds, once nothing uses it."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
 
 def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDevice]:
@@ -200,6 +211,11 @@ class GpuMemory:
     def hand_over(self, unit: Unit) -> None:
         address = unit.address(self._buffers[self._turn].data_ptr(), unit.gradient_dtype.itemsize)
         self._mover.hand_over(unit.index, self._turn, address, self._gpu.stream())
+
+    def shrink(self) -> None:
+        # All gradients have left them: the end of each backward waits for it.
+        self._buffers.clear()
+        self._gpu.shrink()
 
     def square_sums(self) -> dict[int, Sequence[float]]:
         return dict(enumerate(self._mover.square_sums()))

@@ -10,6 +10,7 @@ from torch import nn
 
 from ._engine import Engine
 from ._errors import NotSupported
+from ._gathering import Gathering
 from ._rewriting import Rewriting
 from ._weights import Blocks, PartsLoaded, stream_save_pretrained
 
@@ -28,7 +29,7 @@ class ModelMethods:
         model.zero_grad, model.state_dict, model.load_state_dict = self._zero_grad, self._state_dict, self._load_state_dict
         self._parts_loaded = PartsLoaded(self._gathering, rewriting.check_loadable, rewriting.replace)
         if self._gathering.ranks.count > 1:
-            _generate_together(model)
+            _generate_together(model, self._gathering)
         stream_save_pretrained(model, self._gathering)
         if hasattr(model, "save_pretrained"):
             save, on_first = model.save_pretrained, self._gathering.on_first
@@ -70,12 +71,12 @@ class ModelMethods:
         return self._rewriting.load_state_dict(state_dict, strict)
 
 
-def _generate_together(model: nn.Module) -> None:
-    """Makes transformers' `generate` compute until all ranks have what they want."""
+def _generate_together(model: nn.Module, gathering: Gathering) -> None:
+    """Makes transformers' `generate` compute until all ranks have what they want, unless all weights stay in memory."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     generate = getattr(type(base), "generate", None)
     if generate is None or "synced_gpus" not in inspect.signature(generate).parameters:
         return
     plain = model.generate
-    together = lambda *args, **kwargs: plain(*args, **{**kwargs, "synced_gpus": True})
+    together = lambda *args, **kwargs: plain(*args, **{**kwargs, "synced_gpus": not gathering.whole})
     model.generate = functools.wraps(plain)(together)

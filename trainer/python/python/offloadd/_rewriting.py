@@ -110,14 +110,20 @@ class Rewriting:
             with self._gathering.gathered(unit):
                 for param in changed:
                     if not torch.equal(param.detach(), sources[id(param)].to(param.dtype)):
-                        follows = "" if self._gathering.trains else "; a reference cannot follow the model that is trained: leave sync_ref_model out"
                         raise NotSupported(
                             f"{self._commits.layout.names[id(param)][0]} is frozen, and frozen parameters are written once: load other values before "
-                            f"offloadd.prepare, with another run_dir{follows}"
+                            f"offloadd.prepare, with another run_dir"
                         )
 
     def keep_changes(self, units: Sequence[Unit]) -> None:
         """Commits the values that a script has given to parameters of `units`, which are in memory."""
+        if sources := self.changes(units):
+            self._engine.check_between_steps("changing parameters")
+            self.replace(sources)
+
+    def changes(self, units: Sequence[Unit]) -> dict[int, torch.Tensor]:
+        """The values that a script has given to parameters of `units` on the first rank, by the parameters' ids. What is in memory are the tiles'
+        again."""
         sources: dict[int, torch.Tensor] = {}
         for unit in units:
             given = unit.flat.clone()
@@ -128,6 +134,4 @@ class Rewriting:
                 value = Unit.view_of(given, param, offset)
                 if not torch.equal(param.detach(), value):
                     sources[id(param)] = value
-        if sources:
-            self._engine.check_between_steps("changing parameters")
-            self.replace(sources)
+        return sources

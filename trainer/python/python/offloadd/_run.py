@@ -18,7 +18,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, ContextManager, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
@@ -45,7 +45,8 @@ from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
 from ._steps import Steps
 from ._units import Unit, units_of
 from ._untrained import Untrained, WeightsDiffer, beside, check_moves
-from ._weights import Weights, write_weights
+from ._weights import Weights, each_weight, write_weights
+from ._whole import Whole
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
 
 
@@ -197,6 +198,7 @@ class Run:
         states = {id(param): of_param for param, of_param in self.optimizer.state.items() if of_param}
         take_over(self.optimizer, OfRun(Steps(self.commits), self.moments, self.rewriting))
         self._methods = ModelMethods(self.engine, self.rewriting, self.commits.layout.names)
+        self.whole = Whole(self.engine, self.plan)
         if not self.trains:
             # Its methods are given back with the others.
             self.generation = Meter(self.engine, self.plan)
@@ -259,7 +261,28 @@ class Run:
             f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"
         )
 
+    # Memory
+
+    def gathered(self, headroom_bytes: Optional[int] = None) -> ContextManager[bool]:
+        """Brings all weights to where the model computes, and releases them at its end: passes within, such as those of `model.generate`, bring
+        none, and each rank may make as many as it likes. Weights are to be read, as elsewhere.
+
+        Where they do not fit beside `headroom_bytes` for a KV cache and activations (a fifth of the free memory, unless given), passes bring the
+        weights as they always do, and a line says once what that costs. The value tells which: whether all weights are in memory. All ranks must
+        call it."""
+        return self.whole.gathered(headroom_bytes)
+
+    def release(self) -> None:
+        """Frees memory between passes: units that are here, buffers that gradients leave from, and what PyTorch holds of the GPU's. The next pass
+        makes them again."""
+        self.engine.release()
+
     # Weights and checkpoints
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and a copy of each tensor of the model's state, with one unit in memory at a time: for another program, such as a
+        sampler. A tensor with several names comes once, under the first. All ranks must read all of it."""
+        return each_weight(self.engine.gathering)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Gives the model other weights, a unit at a time, and commits them. The optimizer's moments stay. `model.load_state_dict`

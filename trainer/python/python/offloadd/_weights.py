@@ -161,6 +161,20 @@ def trained_state(model: nn.Module, gathering: Gathering) -> State:
     return found
 
 
+def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
+    """A copy of each tensor of the model's state under the first of its names, with one unit in memory at a time."""
+    names: dict[Optional[Unit], dict[int, str]] = {}
+    state = {name: value for name, value in gathering.model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    for name, value in state.items():
+        names.setdefault(gathering.unit_of.get(id(value)), {}).setdefault(id(value), name)
+    for name in names.pop(None, {}).values():
+        yield name, state[name].detach().clone()
+    for unit in gathering.units:
+        with gathering.gathered(unit):
+            for name in names.get(unit, {}).values():
+                yield name, state[name].detach().clone()
+
+
 def _save_by_blocks(model: nn.Module, gathering: Gathering, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save_pretrained(save_directory: Union[str, os.PathLike], *args: Any, **kwargs: Any) -> Any:

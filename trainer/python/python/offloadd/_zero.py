@@ -8,7 +8,7 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Optional, Union
+from typing import Any, Iterable, Iterator, Mapping, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import nn
 from ._config import Config, settings_of
 from ._deepspeed_ranks import answering, init_distributed
 from ._errors import Error, NotSupported
-from ._run import Run
+from ._run import Run, prepare
 from ._units import Unit
 
 # Smaller parameters are built in host memory: a mapping each costs more than they hold.
@@ -126,13 +126,17 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Keeps the values of parameters in memory, through forwards of the model too. With `modifier_rank=0`, the first rank's changes are
-    committed at its end; without it they are lost. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
+    committed at its end, those of a model that is not trained written anew; without it they are lost. Values that are only read, and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
     have the first one's at its end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
+    # Other weights of models that are not trained.
+    others: list[tuple[Run, dict[int, torch.Tensor]]] = []
     with contextlib.ExitStack() as stack:
         found = [(run, run.engine.gathering.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
+        if modifier_rank is None:
+            found = [(run, units) for run, units in found if _has_room(run, units)]
         for run, units in found:
             for unit in units:
                 stack.enter_context(run.engine.gathering.pinned(unit))
@@ -144,8 +148,31 @@ def GatheredParameters(
                 unit.move(unit.flat.clone(), copy=False)
         if modifier_rank is not None:
             for run, units in found:
-                run.rewriting.keep_changes(units)
+                if run.trains:
+                    run.rewriting.keep_changes(units)
+                elif changes := run.rewriting.changes(units):
+                    others.append((run, {key: value.to("cpu") for key, value in changes.items()}))
             _share([param for param in wanted if not any(id(param) in run.engine.gathering.unit_of for run, _ in found)])
+
+    for run, changes in others:
+        _begin_with(run, changes)
+
+
+def _begin_with(run: Run, changes: Mapping[int, torch.Tensor]) -> None:
+    """Writes a model anew that is not trained, with other values of the parameters whose ids are given: its tiles are written once, and their
+    place takes those of a new run."""
+    model = run.model
+    run.close(keep=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            if id(param) in changes:
+                param.copy_(changes[id(param)])
+    remember(prepare(model, None, run.settings, run_dir=run.plan.base_dir, resume=False))
+
+
+def _has_room(run: Run, units: list[Unit]) -> bool:
+    """Whether units that are to be read fit into memory at a time. One does; and where one rank leads, the others bring what it reads."""
+    return len(units) < 2 or run.engine.gathering.leads or run.whole.has_room(units)
 
 
 def _uses(unit: Unit) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -122,6 +123,8 @@ def attach(trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, 
         run.rewriting.allow()
         original["_load_best_model"]()
 
+    if getattr(trainer.args, "ds3_gather_for_generation", False):
+        _generate_gathered(run)
     trainer.train = train
     trainer._save = save
     trainer._load_best_model = load_best_model
@@ -129,6 +132,18 @@ def attach(trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, 
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
     trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
     return run
+
+
+def _generate_gathered(run: Run) -> None:
+    """Lets `generate` of the model have all weights in memory, as TRL's trainers ask for."""
+    plain = run.model.generate
+
+    @functools.wraps(plain)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with run.gathered():
+            return plain(*args, **kwargs)
+
+    run.model.generate = generate
 
 
 def has_checkpoint(output_dir: str) -> bool:

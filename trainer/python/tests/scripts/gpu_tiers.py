@@ -1,5 +1,6 @@
 """Trains a small model on the processor's path and on a GPU's, with the state in every tier, and says whether bits differ."""
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -17,8 +18,8 @@ numbers = itertools.count()
 
 
 def train(dtype, gradients, device, **own):
-    """Losses, norms and weights. A frozen block, micro-batches, an evaluation within a step, clipping, other weights, and orders
-    that change."""
+    """Losses, norms and weights. A frozen block, micro-batches, evaluations within a step, with all weights in memory too, clipping, other weights,
+    memory that is given back, and orders that change."""
     torch.manual_seed(0)
     model = randomize(Net(6)).to(dtype)
     model.blocks[4].requires_grad_(False)
@@ -39,8 +40,10 @@ def train(dtype, gradients, device, **own):
                 loss = model(x, order=[3, 1, 5] if step == 3 else None).square()
                 loss.backward()
                 found.append(loss.detach())
-                with torch.no_grad():
-                    found.append(model(x))
+                with torch.no_grad(), run.gathered() if step == 2 else contextlib.nullcontext():
+                    found += [model(x) for _ in range(1 + step % 3)]
+                if step == 4:
+                    run.release()
             found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
             optimizer.zero_grad()

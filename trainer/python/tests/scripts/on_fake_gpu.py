@@ -74,6 +74,9 @@ class FakeGpu:
         call("fake_take_back", ctypes.c_ulonglong(storage.data_ptr()))
         storage.resize_(0)
 
+    def shrink(self):
+        call("cuStreamSynchronize", self.room)
+
     def _lend(self, storage):
         ctypes.memset(storage.data_ptr(), 0xFF, storage.size())
         call("fake_lend", ctypes.c_ulonglong(storage.data_ptr()), ctypes.c_size_t(storage.size()))

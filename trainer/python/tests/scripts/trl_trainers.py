@@ -1,12 +1,13 @@
-"""Trains a tiny model with one of TRL's trainers and its defaults: `trl_trainers.py NAME MODELS --output_dir DIR [ARGUMENT ...]`.
+"""Trains a tiny model with one of TRL's trainers and its defaults: `trl_trainers.py NAME MODELS [--lora] [--attach JSON] --output_dir DIR [ARGUMENT ...]`.
 
 The models are written to the directory MODELS unless it is there. The arguments are those of the trainer's configuration, such as --deepspeed.
+With offloadd it says at its end how many units were brought while text was generated.
 """
 
+import argparse
 import importlib
 import pathlib
 import random
-import sys
 
 import datasets
 import tokenizers
@@ -52,7 +53,7 @@ def make_models(into):
 
 def rows_of(name):
     chance = random.Random(0)
-    text = lambda: " ".join(chance.choices(WORDS, k=6))
+    text = lambda: " ".join(chance.choices(WORDS, k=chance.randint(3, 9)))
     say = lambda role: {"role": role, "content": text()}
     columns = {
         "sft": lambda: {"text": text()},
@@ -70,7 +71,7 @@ def distinct(completions, **columns):
     return [float(len(set(text.split()))) for text in completions]
 
 
-def trainer_of(name, models, arguments):
+def trainer_of(name, models, lora, arguments):
     home = importlib.import_module(f"trl.experimental.{name}") if name in EXPERIMENTAL else trl
     named = {one.lower(): one for one in dir(home)}
     config, kind = (getattr(home, named[name.replace("_", "") + last]) for last in ("config", "trainer"))
@@ -89,14 +90,51 @@ def trainer_of(name, models, arguments):
         given["ref_model"] = load("causal")
     if name == "gkd":
         given["teacher_model"] = load("other")
+    if lora:
+        import peft
+
+        given["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(models / "causal")
     return kind(model=model, args=args, train_dataset=rows_of(name), processing_class=tokenizer, **given)
 
 
+def watch_generation():
+    """Counts, in its result, units that are brought while text is generated."""
+    from offloadd._memory import HostMemory
+
+    counts, generate, expect = [0, 0], transformers.GenerationMixin.generate, HostMemory.expect
+
+    def counted(*args, **kwargs):
+        counts[0] += 1
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            counts[0] -= 1
+
+    def expected(self, unit):
+        counts[1] += counts[0]
+        expect(self, unit)
+
+    transformers.GenerationMixin.generate, HostMemory.expect = counted, expected
+    return counts
+
+
 if __name__ == "__main__":
-    name, models, *arguments = sys.argv[1:]
-    if not pathlib.Path(models).exists():
-        make_models(pathlib.Path(models))
-    trainer = trainer_of(name, pathlib.Path(models), arguments)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("models", type=pathlib.Path)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--attach")
+    ours, arguments = parser.parse_known_args()
+    if not ours.models.exists():
+        make_models(ours.models)
+    counts = watch_generation() if ours.attach or "--deepspeed" in arguments else None
+    trainer = trainer_of(ours.name, ours.models, ours.lora, arguments)
+    if ours.attach:
+        import offloadd.hf
+
+        offloadd.hf.attach(trainer, ours.attach)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model(trainer.args.output_dir)
+    if counts:
+        print(f"{counts[1]} units brought while text was generated", flush=True)
