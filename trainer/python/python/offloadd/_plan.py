@@ -39,7 +39,7 @@ class Plan:
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
-        self.params = sum(param.numel() for unit in units for param in unit.params)
+        self.params = sum(unit.numel for unit in units)
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
@@ -166,7 +166,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
                 "elem_bytes": unit.dtype.itemsize,
                 "gradient_dtype": _type(unit.gradient_dtype),
                 "trained": unit.trained,
-                "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
+                "params": [{"offset": offset, "elems": part.numel()} for part, offset in zip(unit.parts, unit.offsets)],
             }
             for unit in units
         ],

@@ -251,10 +251,10 @@ class Run:
     def describe(self) -> str:
         """The place of the state, for people."""
         units = self.engine.gathering.units
-        elems = sum(unit.elems for unit in units)
+        params = sum(unit.numel for unit in units)
         where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}
         return (
-            f"{elems:,} parameters in {len(units)} units, state {where[self.settings.device]}: "
+            f"{params:,} parameters in {len(units)} units, state {where[self.settings.device]}: "
             f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"
         )
 

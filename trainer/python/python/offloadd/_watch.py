@@ -30,7 +30,7 @@ class Watch:
     """Notices that a script writes to parameters of a unit while they are in memory."""
 
     def __init__(self, unit: Unit) -> None:
-        self._params = unit.params
+        self._params, self._parts = unit.params, unit.parts
         self._versions: list[int] = []
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
@@ -41,12 +41,12 @@ class Watch:
 
     def begin(self) -> None:
         """What is in memory now are the unit's values."""
-        self._versions = list(map(_version, self._params))
+        self._versions = list(map(_version, self._parts))
         self._given.clear()
         self._on = True
         if self._sums_left and not _observed():
             self._sums_left -= 1
-            self._sums = _sums(self._params)
+            self._sums = _sums(self._parts)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
@@ -54,15 +54,15 @@ class Watch:
             return None
         self._on = False
         found = None
-        if self._versions != list(map(_version, self._params)):
-            found = next(param for param, version in zip(self._params, self._versions) if param._version != version)
+        if self._versions != list(map(_version, self._parts)):
+            found = next(param for param, part, version in zip(self._params, self._parts, self._versions) if part._version != version)
         for param, given in self._given:
             if given._version:
                 found = param
         self._given.clear()
         sums, self._sums = self._sums, None
         if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self._params, sums, _sums(self._params)) if not torch.equal(before, now))
+            changed = (param for param, before, now in zip(self._params, sums, _sums(self._parts)) if not torch.equal(before, now))
             found = next(changed, None)
         return found
 
@@ -85,10 +85,10 @@ def _observed() -> bool:
     return in_transform() or bool(torch._C._len_torch_dispatch_stack())
 
 
-def _sums(params: list[nn.Parameter]) -> list[_Tensor]:
-    """The sum of each parameter's bits, on its device."""
+def _sums(parts: list[_Tensor]) -> list[_Tensor]:
+    """The sum of the bits of each parameter's part, on its device."""
     with torch.no_grad(), AS_TENSORS():
-        return [one.detach().view(_BITS[one.element_size()]).sum() for one in params]
+        return [one.detach().view(_BITS[one.element_size()]).sum() for one in parts]
 
 
 # Whole numbers of so many bytes.
