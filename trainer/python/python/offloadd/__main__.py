@@ -13,9 +13,13 @@ from torch import nn
 from . import _chat, _generate
 from ._config import settings_of
 from ._errors import Error
+from ._packed import stand_in
 from ._plan import Plan
 from ._run_dir import delete
 from ._units import blocks_of, units_of
+
+# Bits of a number by their name.
+_BITS = {"nf4": 4, "int8": 8}
 
 # Blocks of a model of which only the number of parameters is known.
 _BLOCKS = 24
@@ -31,6 +35,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     model.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
     model.add_argument("--params", type=float, help="number of parameters, such as 7e9")
     plan.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it, such as those of LoRA")
+    plan.add_argument("--quantize", choices=_BITS, help="the layers of --model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -67,15 +72,41 @@ def _plan(given: argparse.Namespace) -> Plan:
     settings = settings_of(given.config, schedules=False)
     with torch.device("meta"):
         model = _by_name(given.model) if given.model else _by_size(int(given.params), given.units)
+        quantized = _quantize(model, given.quantize)
         if given.trainable is not None:
             _freeze(model, int(given.trainable), settings.units or None)
     model.to(getattr(torch, given.dtype or settings.precision or "float32"))
-    units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients)
+    trains = given.trainable is not None or not quantized
+    units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains)
     plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
     if plan.problems:
         print(plan)
     plan.check()
     return plan
+
+
+def _quantize(model: nn.Module, wanted: Optional[str]) -> bool:
+    """Lets the weights of linear layers take the bytes of quantized ones, where they are `wanted`, or the model's configuration says so. Returns
+    whether they are."""
+    kept = getattr(getattr(model, "config", None), "quantization_config", None) or {}
+    kept = kept if isinstance(kept, dict) else kept.to_dict()
+    if kept and wanted is None:
+        wanted = "nf4" if kept.get("load_in_4bit") else "int8" if kept.get("load_in_8bit") else None
+        if wanted is None:
+            raise Error(
+                f"--model is quantized by {kept.get('quant_method', 'another library')}: plan it with offloadd.prepare(model, None, config, plan_only=True)"
+            )
+    if wanted is None:
+        return False
+    # As transformers leaves them.
+    out = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    skipped = kept.get("llm_int8_skip_modules") or []
+    linear = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not out and name.rpartition(".")[2] not in skipped]
+    if not linear:
+        raise Error(f"--quantize {wanted}: the model has no linear layers; give --model")
+    for one in linear:
+        one.weight = stand_in(one.weight.shape, _BITS[wanted])
+    return True
 
 
 def _freeze(model: nn.Module, trainable: int, wanted: Optional[Sequence]) -> None:

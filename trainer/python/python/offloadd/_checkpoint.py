@@ -154,7 +154,7 @@ def _describe(commits: Commits, files: Files, client_state: dict[str, Any], froz
         raise NotSupported(f"client_state: a checkpoint holds plain data (numbers, texts, tensors, lists, dicts): {error}") from None
     write_flushed(partial / _STATE, state)
     kept = described(partial, _STATE)
-    state_json = json.dumps({"layout": commits.layout.units, "others": [*files.others, kept]})
+    state_json = json.dumps({"layout": commits.layout.stored(), "others": [*files.others, kept]})
     # Larger than that of the checkpoint before, so that the clock of another first node does not make this one older.
     commits.saved_unix_s = max(int(time.time()), commits.saved_unix_s + 1)
     commits.core.describe(str(partial), commits.steps_done, commits.saved_unix_s, state_json, json.dumps(files.tiles), frozen)

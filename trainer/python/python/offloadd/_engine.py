@@ -25,6 +25,7 @@ from ._errors import Error, NotSupported
 from ._forwards import Forwards, calls_of, in_backward, returned, tensors_in
 from ._gathering import Gathering
 from ._gradients import Gradients
+from ._packed import free_format, keep_format
 from ._ranks import Ranks
 from ._reading import Reading
 from ._released import AS_TENSORS, in_transform
@@ -65,6 +66,7 @@ class Engine:
                 self._handles.append(param.register_hook(functools.partial(_before_gradient, weakref.ref(self), unit.index, index)))
         for module, together in self.gathering.of_module.items():
             self._hook(module, together)
+        self._changed_layers = keep_format(model)
         _native.take_copies()
 
     def _hook(self, module: nn.Module, units: list[Unit]) -> None:
@@ -78,6 +80,7 @@ class Engine:
         """Takes the engine's hooks from the model, whose units are in memory or have none any more."""
         for handle in self._handles:
             handle.remove()
+        free_format(self._changed_layers)
         for unit in self.gathering.units:
             unwatch(unit.params)
         if self.gathering.trains:

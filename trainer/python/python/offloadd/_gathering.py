@@ -17,6 +17,7 @@ from ._errors import Error, NotSupported
 from ._forwards import Forwards
 from ._memory import HostMemory, Memory
 from ._order import Order
+from ._packed import is_wrapper, wrap_again
 from ._ranks import Ranks
 from ._released import in_transform, outside_transforms
 from ._units import Unit
@@ -42,7 +43,7 @@ class Gathering:
         self.of_module: dict[nn.Module, list[Unit]] = {model: []}
         for unit in units:
             self.of_module.setdefault(modules[unit.index], []).append(unit)
-            unit.watch = watch(unit.params)
+            unit.watch = watch(unit.params, parts=unit.parts)
         # The same in the units' order.
         self.together = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
         # Whether the other ranks bring what this one reads, without a script's telling them.
@@ -53,6 +54,7 @@ class Gathering:
         self._written: Optional[nn.Parameter] = None
         # The class that notices the use of a released parameter.
         self.released: type = nn.Parameter
+        self._released: dict[type, type] = {}
         self.memory: Memory = HostMemory(core, units)
 
     def gather(self, unit: Unit, record: bool = True) -> None:
@@ -90,8 +92,8 @@ class Gathering:
 
     def _open(self, unit: Unit) -> None:
         if unit.guarded:
-            for param in unit.params:
-                param.__class__ = nn.Parameter
+            for param, plain in zip(unit.params, unit.classes):
+                param.__class__ = plain
             unit.guarded = False
 
     def open_for_good(self, unit: Unit) -> None:
@@ -102,9 +104,26 @@ class Gathering:
     def guard(self, unit: Unit) -> None:
         """Sees to it that uses of the unit's parameters are noticed."""
         if not unit.guarded and not self.keep:
-            for param in unit.params:
-                param.__class__ = self.released
+            for param, plain in zip(unit.params, unit.classes):
+                param.__class__ = self._released_as(plain)
             unit.guarded = True
+
+    def _released_as(self, plain: type) -> type:
+        """The class of released parameters that are of class `plain` while they are in memory."""
+        if plain is nn.Parameter:
+            return self.released
+        if plain not in self._released:
+            self._released[plain] = type("Released", (self.released, plain), {})
+        return self._released[plain]
+
+    def wrap_again(self, unit: Unit) -> None:
+        """Lets parameters that are wrapped around the unit's tensors be where these are."""
+        guarded = unit.guarded
+        self._open(unit)
+        for param in filter(is_wrapper, unit.params):
+            wrap_again(param)
+        if guarded:
+            self.guard(unit)
 
     def _expect(self, unit: Unit, record: bool = True) -> bool:
         """Begins to bring the unit, unless it is on its way. Returns whether the order did not foresee it."""

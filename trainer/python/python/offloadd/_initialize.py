@@ -19,6 +19,7 @@ from ._config import Config, Settings, processes, settings_of
 from ._console import say
 from ._deepspeed_utils import optimizer_name
 from ._errors import Error, NotSupported
+from ._packed import cast
 from ._run import Run, prepare
 from ._schedules import optimizer_of, schedule_of
 from ._weights import trained_state
@@ -79,7 +80,7 @@ def initialize(
     _end_reading(model)
     run_dir = run_dir or settings.run_dir or unused_dir(settings.default_dir)
     if settings.precision is not None:
-        model.to(getattr(torch, settings.precision))
+        cast(model, getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None:
         optimizer = optimizer_of(settings, parameters)
@@ -440,12 +441,12 @@ class ReadingEngine(TrainingEngine):
         self._owns = False
         if not settings.parameters_stay and getattr(model, "_offloadd_run", None) is None:
             if settings.precision is not None:
-                model.to(getattr(torch, settings.precision))
+                cast(model, getattr(torch, settings.precision))
             directory = run_dir or unused_dir(beside(settings.run_dir or settings.default_dir))
             self._owns = True
             remember(prepare(model, None, settings, run_dir=directory, resume=resume))
         elif settings.parameters_stay and settings.precision is not None:
-            model.to(getattr(torch, settings.precision))
+            cast(model, getattr(torch, settings.precision))
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self._accumulated = 1

@@ -25,7 +25,8 @@ class Layout:
         # The number of a parameter among all of the units.
         self.index_of = {id(param): index for index, param in enumerate(param for unit in units for param in unit.params)}
         self.trains = any(unit.trained for unit in units)
-        # As it is stored.
+        self._units = units
+        # As ranks compare it.
         self.units = [[[self.names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in units]
 
     def check_dir(self, run_dir: Path, settings: Settings, resume: bool) -> None:
@@ -36,13 +37,22 @@ class Layout:
                 check_moments(run_dir, settings)
 
     def write(self, run_dir: Path) -> None:
-        write_private(run_dir / LAYOUT, json.dumps(self.units))
+        write_private(run_dir / LAYOUT, json.dumps(self.stored()))
+
+    def stored(self) -> list:
+        """Names, shapes and kinds by unit, as a later start compares them: what belongs to quantized parameters is not in tiles, so it must be
+        the same then."""
+        marks = [[packed.fingerprint() for packed in unit.packed] for unit in self._units]
+        return [
+            [[name, shape, kind + (f", quantized ({mark})" if mark else "")] for (name, shape, kind), mark in zip(unit, of_unit)]
+            for unit, of_unit in zip(self.units, marks)
+        ]
 
     def check(self, kept: list, where: Any) -> None:
         """Refuses the units `kept` of another model: parameters of other names, shapes or types, others that are frozen, or other groups
         of them."""
         before = [(name, tuple(shape), kind) for unit in kept for name, shape, kind in unit]
-        now = [(name, tuple(shape), kind) for unit in self.units for name, shape, kind in unit]
+        now = [(name, tuple(shape), kind) for unit in self.stored() for name, shape, kind in unit]
         kinds = {(name, shape): kind for name, shape, kind in now}
         for name, shape, old_kind in before:
             kind = kinds.get((name, shape), old_kind)
@@ -54,7 +64,7 @@ class Layout:
                     )
                 raise LayoutChanged(
                     f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
-                    "types, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                    "types and quantized from the same weights, or name another run_dir (for Hugging Face's Trainer another output_dir)"
                 )
         for (old_name, old_shape, _), (name, shape, _) in zip(before, now):
             if (old_name, old_shape) != (name, shape):

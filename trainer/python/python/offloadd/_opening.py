@@ -18,6 +18,7 @@ from ._engine import Engine
 from ._errors import Error, NotSupported
 from ._layout import Layout
 from ._memory import GpuDevice, GpuMemory
+from ._packed import Packed, find_packed, is_wrapper, users_of, wrap_again
 from ._plan import Plan, described
 from ._ranks import Ranks
 from ._run_dir import InUse, begin_part, check_place, lock, writable
@@ -188,9 +189,9 @@ def check_frozen(commits: Commits, run_dir: Path, weights: Optional[Weights]) ->
 def _first_difference(unit: Unit, stored: torch.Tensor, weights: Optional[Weights], names: Mapping[int, list[str]]) -> str:
     """The name of the first parameter of a unit that differs in a bit from the `stored` ones; empty if none does. Its values are in its
     parameters still, or in `weights`."""
-    for param, offset in zip(unit.params, unit.offsets):
-        given = param if not unit.built_on_meta else weights and weights.value_of(param, names[id(param)])
-        if given is None or not same_bits(Unit.view_of(stored, param, offset), given.detach().to("cpu", unit.dtype)):
+    for param, part, offset in zip(unit.params, unit.parts, unit.offsets):
+        given = part if not unit.built_on_meta else weights and weights.value_of(param, names[id(param)])
+        if given is None or not same_bits(Unit.view_of(stored, part, offset), given.detach().to("cpu", unit.dtype)):
             return names[id(param)][0]
     return ""
 
@@ -203,9 +204,19 @@ def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:
         memory.adopt(unit, gathering.keep)
     for one in outside_of_units(engine.model, gathering.units):
         one.data = one.data.to(gpu.device)
+    for unit in gathering.units:
+        gathering.wrap_again(unit)
+    for param in engine.model.parameters():
+        if id(param) not in gathering.unit_of and is_wrapper(param):
+            wrap_again(param)
 
 
 def outside_of_units(model: nn.Module, units: Sequence[Unit]) -> list[torch.Tensor]:
-    """The tensors in no unit: buffers, and parameters that stay in memory."""
-    managed = {id(param) for unit in units for param in unit.params}
-    return [one for one in (*model.parameters(), *model.buffers()) if id(one) not in managed]
+    """The tensors in no unit: buffers, parameters that stay in memory, and what belongs to quantized ones."""
+    managed, users = {id(param) for unit in units for param in unit.params}, users_of(model)
+    found = [*model.buffers(), *(one for unit in units for packed in unit.packed for one in packed.rest)]
+    for param in model.parameters():
+        if id(param) not in managed:
+            packed = find_packed(param, users[id(param)]) or Packed(param)
+            found += [packed.part, *packed.rest]
+    return list({id(one): one for one in found}.values())

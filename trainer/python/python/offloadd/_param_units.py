@@ -62,6 +62,10 @@ class ParamUnit(Unit):
         self._part_elems = self.elems
         self.divide(1)
 
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel() for piece in self.params)
+
     def divide(self, tile_elems: int) -> None:
         """Gives each rank's part whole tiles."""
         if self.sharded:

@@ -41,7 +41,7 @@ class Plan:
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
-        self.params = sum(param.numel() for unit in units for param in unit.params)
+        self.params = sum(unit.numel for unit in units)
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]

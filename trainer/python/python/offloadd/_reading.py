@@ -12,6 +12,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._forwards import Forwards
 from ._gathering import Gathering
+from ._packed import is_wrapper
 from ._released import AS_TENSORS, Released, on_copies
 from ._units import Unit
 
@@ -45,11 +46,13 @@ class Reading:
         """Calls `func`, which takes released parameters."""
         absent = [unit for unit in self._gathering.units_with(params) if not unit.here]
         task = torch._C._current_graph_task_id()
+        # Those that are wrapped around others compute with functions of their class.
+        as_tensors = contextlib.nullcontext if any(map(is_wrapper, params)) else AS_TENSORS
         if not self._forwards.under_way:
             with contextlib.ExitStack() as gathered:
                 for unit in absent:
                     gathered.enter_context(self._gathering.gathered(unit))
-                with AS_TENSORS():
+                with as_tensors():
                     return on_copies(self, params, func, args, kwargs)
         for unit in absent:
             self._gathering.gather(unit, record=bool(self._forwards))
@@ -57,7 +60,7 @@ class Reading:
             # Released with the module that used them, and gathered again for that module's backward.
             self._forwards.release_with_innermost(absent)
         try:
-            with AS_TENSORS():
+            with as_tensors():
                 return func(*args, **kwargs)
         finally:
             for unit in absent if not self._forwards else ():

@@ -50,4 +50,7 @@ def _return_parameters(engine: Engine) -> None:
             gathering.take_away(unit)
             unit.move(values, copy=False)
             gathering.open_for_good(unit)
+            for one in (one for packed in unit.packed for one in packed.rest):
+                one.data = one.data.to("cpu")
+            gathering.wrap_again(unit)
     engine.detach()

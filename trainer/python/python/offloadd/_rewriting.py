@@ -9,6 +9,7 @@ import torch
 
 from ._commits import Commits
 from ._errors import Error, NotSupported
+from ._packed import same_numbers
 from ._units import Unit
 from ._weights import sources_of
 
@@ -109,7 +110,7 @@ class Rewriting:
                 continue
             with self._gathering.gathered(unit):
                 for param in changed:
-                    if not torch.equal(param.detach(), sources[id(param)].to(param.dtype)):
+                    if not same_numbers(param, sources[id(param)]):
                         raise NotSupported(
                             f"{self._commits.layout.names[id(param)][0]} is frozen, and frozen parameters are written once: load other values before "
                             f"offloadd.prepare, with another run_dir"

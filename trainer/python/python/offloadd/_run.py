@@ -253,11 +253,11 @@ class Run:
     def describe(self) -> str:
         """The place of the state, for people."""
         units = self.engine.gathering.units
-        elems = sum(unit.elems for unit in units)
+        params = sum(unit.numel for unit in units)
         where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}[self.settings.device]
         where += ", parameters stay with the model" * (self.settings.parameters_stay and self.settings.device != "none")
         return (
-            f"{elems:,} parameters in {len(units)} units, state {where}: "
+            f"{params:,} parameters in {len(units)} units, state {where}: "
             f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"
         )
 

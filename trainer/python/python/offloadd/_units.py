@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+from ._packed import Packed, packed_of, users_of
 from ._storage import Access
 
 # Reached here without what a prepared model makes of `param.data`.
@@ -39,6 +40,8 @@ class Unit:
     trained: bool = True
     # Whether it holds what is in no block: it stays from the model's forward to the end of its backward.
     root: bool = False
+    # Where each parameter has its bytes.
+    packed: list[Packed] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     # Elements of the parameters, the gaps between them included.
     elems: int = 0
@@ -69,11 +72,15 @@ class Unit:
         return f"Unit({self.name!r})"
 
     def __post_init__(self) -> None:
-        for param in self.params:
+        self.packed = self.packed or [Packed(param) for param in self.params]
+        self.parts = [one.part for one in self.packed]
+        # While they are in memory.
+        self.classes = [type(param) for param in self.params]
+        for part in self.parts:
             self.offsets.append(self.elems)
-            self.elems += -(-param.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
+            self.elems += -(-part.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
         self.shard_elems = self.room_elems = self.elems
-        self.dtype = self.params[0].dtype
+        self.dtype = self.parts[0].dtype
         # As gradients lie in tiles.
         self.gradient_dtype = self.dtype
         self.built_on_meta = self.params[0].is_meta
@@ -81,6 +88,11 @@ class Unit:
     @property
     def bytes(self) -> int:
         return self.room_elems * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """Numbers that the parameters stand for."""
+        return sum((packed.shape or param.shape).numel() for param, packed in zip(self.params, self.packed))
 
     @property
     def gradient_bytes(self) -> int:
@@ -95,7 +107,7 @@ class Unit:
     @property
     def plan_params(self) -> list[dict[str, int]]:
         """The place of each parameter, for the extension."""
-        return [{"offset": offset, "elems": param.numel()} for param, offset in zip(self.params, self.offsets)]
+        return [{"offset": offset, "elems": part.numel()} for part, offset in zip(self.parts, self.offsets)]
 
     def address(self, start: int, item_bytes: int) -> int:
         """Where the unit begins whose memory begins at `start`, with so many bytes an element."""
@@ -108,11 +120,12 @@ class Unit:
     def move(self, flat: torch.Tensor, copy: bool) -> None:
         """Makes the parameters views of `flat`, to which their values are copied if `copy`."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for param, offset in zip(self.params, self.offsets):
-                view = self.view_of(flat, param, offset)
+            for (part, shares, *_), offset in zip(self.packed, self.offsets):
+                view = self.view_of(flat, part, offset)
                 if copy:
-                    view.copy_(param)
-                _DATA.__set__(param, view)
+                    view.copy_(part)
+                for one in (part, *shares):
+                    _DATA.__set__(one, view)
         self._lie_in(flat)
 
     def leave(self) -> None:
@@ -187,17 +200,16 @@ def units_of(
     model: nn.Module, wanted: Optional[Sequence], frozen: bool = True, fp32_gradients: bool = False, trains: bool = True
 ) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
-    frozen parameters stay where they are, as those of other classes always do. Gradients lie in tiles in fp32 or in the
-    parameters' type. Unless the run `trains`, no unit is trained, whatever requires gradients.
+    frozen parameters stay where they are. Gradients lie in tiles in fp32 or in the parameters' type. Unless the run `trains`, no unit is
+    trained, whatever requires gradients.
     """
-    users: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                users.setdefault(id(param), []).append(module)
-    params = [param for param in model.parameters() if param.requires_grad or frozen and type(param) is nn.Parameter]
+    users = users_of(model)
+    params = [param for param in model.parameters() if param.requires_grad or frozen]
     _check(params, trains)
     managed = set(map(id, params))
+    names = {id(param): name for name, param in model.named_parameters()}
+    packed = {id(param): packed_of(names[id(param)], param, users[id(param)]) for param in params}
+    bytes_of = lambda own: sum(packed[id(param)].part.nbytes for param in own)
 
     taken: set[int] = set()
     candidates = []
@@ -211,7 +223,7 @@ def units_of(
         ]
         taken.update(map(id, own))
         candidates.append((name, module, own))
-    largest = max((_bytes(own) for _, _, own in candidates), default=0)
+    largest = max((bytes_of(own) for _, _, own in candidates), default=0)
     units: list[Unit] = []
     modules: dict[int, nn.Module] = {}
     in_blocks: set[int] = set()
@@ -219,27 +231,24 @@ def units_of(
     def add(name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
         groups: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in own:
-            groups.setdefault((not (trains and param.requires_grad), param.dtype, param.is_meta), []).append(param)
+            groups.setdefault((not (trains and param.requires_grad), packed[id(param)].part.dtype, param.is_meta), []).append(param)
         for (frozen, dtype, _), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), one[0][2])):
             kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * (trains and frozen)
             modules[len(units)] = module
             label = f"{name} ({', '.join(kind)})" if kind else name
-            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model)
+            of_unit = [packed[id(param)] for param in of_group]
+            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model, packed=of_unit)
             unit.gradient_dtype = torch.float32 if fp32_gradients else dtype
             units.append(unit)
 
     for name, module, own in candidates:
-        if own and _bytes(own) * SMALL_PART >= largest:
+        if own and bytes_of(own) * SMALL_PART >= largest:
             add(name, module, own)
             in_blocks.update(map(id, own))
     rest = [param for param in dict.fromkeys(params) if id(param) not in in_blocks]
     if rest:
         add("(root)", model, rest)
     return units, modules
-
-
-def _bytes(params: Iterable[torch.Tensor]) -> int:
-    return sum(param.numel() * param.element_size() for param in params)
 
 
 def _check(params: list[nn.Parameter], trains: bool) -> None:
@@ -253,7 +262,7 @@ def _check(params: list[nn.Parameter], trains: bool) -> None:
             raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
         if nn.parameter.is_lazy(param):
             raise NotSupported("the model has a lazy layer without parameters: call the model once before offloadd.prepare, which makes them")
-        if type(param) is not nn.Parameter:
+        if type(param) is not nn.Parameter and (param.requires_grad or param.is_meta):
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if trains and param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotSupported(f"a trained parameter is {param.dtype}: it can be float32, bfloat16 or float16")

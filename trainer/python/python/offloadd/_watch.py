@@ -28,8 +28,10 @@ _SUMMED_TIMES = 4
 class Watch:
     """Notices that a script writes to parameters while their values are in memory. With `may_move` it may also give them other memory."""
 
-    def __init__(self, params: list[nn.Parameter], may_move: bool = False) -> None:
+    def __init__(self, params: list[nn.Parameter], may_move: bool = False, parts: Optional[list[torch.Tensor]] = None) -> None:
         self.params, self.may_move = params, may_move
+        # What has their bytes.
+        self._parts = params if parts is None else parts
         self._versions: list[int] = []
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
@@ -40,12 +42,12 @@ class Watch:
 
     def begin(self) -> None:
         """What is in memory now are the unit's values."""
-        self._versions = list(map(_version, self.params))
+        self._versions = list(map(_version, self._parts))
         self._given.clear()
         self._on = True
         if self._sums_left and not _observed():
             self._sums_left -= 1
-            self._sums = _sums(self.params)
+            self._sums = _sums(self._parts)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
@@ -53,15 +55,15 @@ class Watch:
             return None
         self._on = False
         found = None
-        if self._versions != list(map(_version, self.params)):
-            found = next(param for param, version in zip(self.params, self._versions) if param._version != version)
+        if self._versions != list(map(_version, self._parts)):
+            found = next(param for param, part, version in zip(self.params, self._parts, self._versions) if part._version != version)
         for param, given in self._given:
             if given._version:
                 found = param
         self._given.clear()
         sums, self._sums = self._sums, None
         if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self.params, sums, _sums(self.params)) if not torch.equal(before, now))
+            changed = (param for param, before, now in zip(self.params, sums, _sums(self._parts)) if not torch.equal(before, now))
             found = next(changed, None)
         return found
 
@@ -84,10 +86,10 @@ def _observed() -> bool:
     return in_transform() or bool(torch._C._len_torch_dispatch_stack())
 
 
-def _sums(params: list[nn.Parameter]) -> list[_Tensor]:
-    """The sum of each parameter's bits, on its device."""
+def _sums(parts: list[_Tensor]) -> list[_Tensor]:
+    """The sum of the bits of each parameter's part, on its device."""
     with torch.no_grad(), AS_TENSORS():
-        return [one.detach().view(_BITS[one.element_size()]).sum() for one in params]
+        return [one.detach().view(_BITS[one.element_size()]).sum() for one in parts]
 
 
 # Whole numbers of so many bytes.
@@ -100,9 +102,9 @@ _watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionar
 _data = _Tensor.data
 
 
-def watch(params: list[nn.Parameter], may_move: bool = False) -> Watch:
-    """Begins to notice writes to parameters."""
-    made = Watch(params, may_move)
+def watch(params: list[nn.Parameter], may_move: bool = False, parts: Optional[list[_Tensor]] = None) -> Watch:
+    """Begins to notice writes to parameters, whose bytes are those of `parts` if these are given."""
+    made = Watch(params, may_move, parts)
     for param in params:
         _watches[id(param)] = made
     if "data" not in nn.Parameter.__dict__:

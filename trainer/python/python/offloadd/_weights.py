@@ -16,6 +16,7 @@ from torch import nn
 
 from ._errors import Error, NotSupported
 from ._gathering import Gathering
+from ._packed import is_wrapper
 from ._units import Unit
 
 # Names of types in safetensors' files.
@@ -42,7 +43,10 @@ class Blocks:
             self.names[block_of[unit] if unit else -1].append(name)
 
     def shapes(self) -> State:
-        """The whole state on the meta device."""
+        """The whole state on the meta device, to be written by safetensors."""
+        for name, value in self.tensors.items():
+            if is_wrapper(value):
+                raise NotSupported(f"{name} is several tensors of torchao, which this cannot write: write torch.save(model.state_dict(), ...)")
         return _shapes(self.tensors)
 
     @contextlib.contextmanager

@@ -87,6 +87,21 @@ def _(s):
     return s.use(net(block=Table)).eval()(s.x())
 
 
+@used.equal("bytes and float8 among the parameters", devices=BOTH)
+def _(s):
+    class Tables(Block):
+        def __init__(self):
+            super().__init__()
+            values = torch.arange(16.0) - 8
+            kinds = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.int64)
+            self.tables = nn.ParameterList([nn.Parameter(values.to(kind), requires_grad=False) for kind in kinds])
+
+        def forward(self, x):
+            return super().forward(x) + sum(table.float() for table in self.tables)
+
+    return s.use(net(block=Tables)).eval()(s.x())
+
+
 @used.equal("buffers that a forward updates", devices=BOTH)
 def _(s):
     class Normed(Block):
