@@ -90,6 +90,9 @@ impl Plan {
             ResidentFraction::Fixed(fraction) => Some(fraction.get()),
         };
         if let Some(fraction) = wanted {
+            if fraction == 0.0 {
+                return Ok(());
+            }
             let elems = |unit: usize| self.units[unit].elems as f64;
             let most = fraction * elems_of(&self.units);
             // The nearest number of blocks; rounding must not lose the last one.
