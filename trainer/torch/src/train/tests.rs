@@ -208,6 +208,35 @@ fn assert_told(parts: &[String], settings: &RunSettings, way: &Way) {
     assert!(parts.contains(&backward), "{parts:?}");
 }
 
+/// Opens the tiles of `plan` in their places.
+fn open_tiles(
+    plan: &Plan,
+    settings: &RunSettings,
+    tiles_in: TilesIn,
+    gpu: Option<&Gpu>,
+) -> TileBackend {
+    let format = plan.format;
+    let groups = training_run::open::backend::param_groups(&plan.units, &settings.optimizer);
+    let in_gpu = || {
+        let (gpu, layout) = (gpu.unwrap(), plan.kept_in_gpu().cut().unwrap());
+        Box::new(GpuBackend::new(gpu, layout, format, groups.clone()).unwrap())
+    };
+    let with_swapper = || {
+        let groups = groups.clone();
+        let update = CpuUpdate(ByGroup { format, groups });
+        let (swapper, _) = Swapper::open(plan.streamed(), vec![Box::new(update)]).unwrap();
+        Box::new(swapper)
+    };
+    match tiles_in {
+        TilesIn::Gpu => TileBackend::Gpu(in_gpu(), ()),
+        TilesIn::Swapper => TileBackend::Swapper(with_swapper(), ()),
+        TilesIn::Both => {
+            let (swapper, backend) = (with_swapper(), in_gpu());
+            TileBackend::Both(Both { swapper, backend }, (), ())
+        }
+    }
+}
+
 /// Runs all steps of `settings` from weights given by `first_weights`.
 fn steps(
     settings: &RunSettings,
@@ -238,7 +267,6 @@ fn steps(
         _ => Stage::Parameters,
     };
     let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
-    let groups = training_run::open::backend::param_groups(&plan.units, &settings.optimizer);
     let stays = |unit: usize| match way.place {
         Place::Gpu => true,
         // More blocks come than there are buffers, and one between them stays.
@@ -246,27 +274,8 @@ fn steps(
         Place::Own | Place::Shared | Place::Host | Place::InputsAway => false,
     };
     plan.in_gpu = (0..plan.units.len()).map(stays).collect();
-    let in_gpu = || {
-        let layout = plan.kept_in_gpu().cut().unwrap();
-        let backend = GpuBackend::new(gpu.unwrap(), layout, plan.format, groups.clone());
-        Box::new(backend.unwrap())
-    };
-    let with_swapper = || {
-        let format = plan.format;
-        let groups = groups.clone();
-        let update = CpuUpdate(ByGroup { format, groups });
-        let (swapper, _) = Swapper::open(plan.streamed(), vec![Box::new(update)]).unwrap();
-        Box::new(swapper)
-    };
     let tiles_in = TilesIn::of(&plan);
-    let mut backend = match tiles_in {
-        TilesIn::Gpu => TileBackend::Gpu(in_gpu(), ()),
-        TilesIn::Swapper => TileBackend::Swapper(with_swapper(), ()),
-        TilesIn::Both => {
-            let (swapper, backend) = (with_swapper(), in_gpu());
-            TileBackend::Both(Both { swapper, backend }, (), ())
-        }
-    };
+    let mut backend = open_tiles(&plan, settings, tiles_in, gpu);
     let fill = |blanks: &mut [UninitTile]| {
         for blank in blanks {
             let elems = blank.range.elems.start as usize..blank.range.elems.end as usize;

@@ -64,6 +64,7 @@ pub(super) fn resolve(
     // Checks that depend on an invalid number use 1 in its place.
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
     let batch = faults.take(batch(&config, seq_len_or_one, ranks));
+    let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
     let optimizer = any_optimizer::optimizer(&config.optimizer, Reader::Trainer, &mut said, faults);
     let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
     // A run without steps has a schedule too, although nothing uses it.
@@ -74,12 +75,9 @@ pub(super) fn resolve(
         written_for,
         &mut said,
     ));
-    let placement = faults.take(placement::placement(
-        &config.zero_optimization,
-        &config.offload,
-        batch.map_or(1, |(_, ranks)| ranks),
-        &mut said.notes,
-    ));
+    let (zero, offload) = (&config.zero_optimization, &config.offload);
+    let placement = placement::placement(zero, offload, all_ranks, &mut said.notes);
+    let placement = faults.take(placement);
     let model = faults.take(model::model(&config.model, seq_len_or_one, &mut said.notes));
     let precision = faults.take(precision::precision(&config, model.as_ref(), &mut said));
     if let (Some(optimizer), Some(model)) = (&optimizer, &model) {
@@ -89,7 +87,6 @@ pub(super) fn resolve(
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     faults.take(not_negative("gradient_clipping", gradient_clipping));
     let data = faults.take(data::data(&config.data, steps_or_one));
-    let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
     let train = train::train(
         &config,
         name,

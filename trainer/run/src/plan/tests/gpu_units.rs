@@ -67,9 +67,9 @@ fn a_fraction_that_is_set_is_met_within_a_block() {
 
 #[test]
 fn nothing_stays_without_being_asked_for_even_if_the_ends_are_small() {
-    let few_words = ("model.vocab_size", json!(320));
+    let few_words = [("model.vocab_size", json!(320))];
     for device in ["cpu", "nvme"] {
-        let plan = plan(&large(device, device, &[few_words.clone()]), &h200(1.0));
+        let plan = plan(&large(device, device, &few_words), &h200(1.0));
         assert_eq!(plan.gpu_fraction(), 0.0, "{device}");
         assert_eq!(plan.gpu_tiles, TileSums::default());
     }
