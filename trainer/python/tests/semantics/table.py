@@ -15,6 +15,7 @@ purpose says how.
 
 import collections
 import contextlib
+import faulthandler
 import dataclasses
 import gc
 import io
@@ -428,7 +429,8 @@ def run(lines):
 
 
 def _check_all(lines, writer):
-    """Writes what each line says until one is not as it says, and ends the process."""
+    """Writes what each line says until one is not as it says, and ends the process. A signal that ends it prints where."""
+    faulthandler.enable()
     for line in lines:
         signal.alarm(LINE_S)
         try:

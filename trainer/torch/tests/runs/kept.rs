@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use training_state::run::Checkpoints;
@@ -17,6 +17,16 @@ const LONG: [&str; 2] = ["train.steps=100000", "scheduler={}"];
 
 fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id() as i32).unwrap(), signal).expect("the process runs");
+}
+
+/// `command`, started by the program and arguments in `starter`.
+fn below(starter: &[&str], command: &Command) -> Command {
+    let mut below = Command::new(starter[0]);
+    below.args(&starter[1..]).arg(command.get_program());
+    below.args(command.get_args());
+    below.env("XDG_STATE_HOME", "/dev/null");
+    below.stdout(Stdio::piped()).stderr(Stdio::piped());
+    below
 }
 
 /// Output of `trainer VERB ARGS...`.
@@ -77,7 +87,9 @@ fn a_state_in_memory_is_kept_by_time_and_on_signals_and_otherwise_warned_about()
         .run("run", &LONG)
         .with(&["train.checkpoint_every=1s"]);
     let before = Checkpoints::of(&run.dir).newest().unwrap();
-    let child = until(spawn(timed.command("train")), "a second checkpoint", || {
+    // The tests themselves may run below `nohup`.
+    let hearing = below(&["env", "--default-signal=HUP"], &timed.command("train"));
+    let child = until(spawn(hearing), "a second checkpoint", || {
         Checkpoints::of(&run.dir).newest().unwrap() != before
     });
     signal(&child, Signal::HUP);
@@ -99,10 +111,8 @@ fn a_state_in_memory_is_kept_by_time_and_on_signals_and_otherwise_warned_about()
         "{list}"
     );
     // As `nohup` starts it.
-    let plain = run.command("train");
-    let mut ignoring = Command::new("sh");
-    ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]);
-    ignoring.arg(plain.get_program()).args(plain.get_args());
+    let deaf = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"];
+    let mut ignoring = below(&deaf, &run.command("train"));
     ignoring.stdout(File::create(&out).unwrap());
     let steps = run.steps_written();
     let child = until(spawn(ignoring), "a step", || run.steps_written() > steps);
