@@ -141,6 +141,8 @@ def _become(request, ends):
     os.environ.clear()
     os.environ.update(request["environment"])
     random.seed()
+    # The pool of threads is made again after a fork by whoever asks first; two threads of the autograd engine at once abort.
+    torch.set_num_threads(torch.get_num_threads())
     sys.argv = request["args"]
     sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
     code = 0

@@ -15,8 +15,8 @@ purpose says how.
 
 import collections
 import contextlib
-import faulthandler
 import dataclasses
+import faulthandler
 import gc
 import io
 import os
@@ -431,6 +431,8 @@ def run(lines):
 def _check_all(lines, writer):
     """Writes what each line says until one is not as it says, and ends the process. A signal that ends it prints where."""
     faulthandler.enable()
+    # The pool of threads is made again after a fork by whoever asks first; two threads of the autograd engine at once abort.
+    torch.set_num_threads(1)
     for line in lines:
         signal.alarm(LINE_S)
         try:
