@@ -73,7 +73,7 @@ impl SwapperSettings {
         let residency = self.residency(layout);
         let sum = |kind: Kind, resident: bool| -> f64 {
             (0..layout.ranges().len() as u32)
-                .filter(|&range| residency[kind as usize][range as usize] == resident)
+                .filter(|&range| residency[kind][range as usize] == resident)
                 .map(|range| layout.moved_bytes(kind, range) as f64)
                 .sum()
         };
@@ -81,7 +81,7 @@ impl SwapperSettings {
         let untrained = |kept: bool| -> f64 {
             (0..layout.ranges().len() as u32)
                 .filter(|&range| !layout.has(Kind::State, range))
-                .filter(|&range| residency[Kind::Param as usize][range as usize] == kept)
+                .filter(|&range| residency[Kind::Param][range as usize] == kept)
                 .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
                 .sum()
         };

@@ -14,7 +14,7 @@ use test_hooks::kill_point::{Point, reach};
 use crate::SwapperError;
 use crate::backing::Arena;
 use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
-use crate::layout::{Kind, Layout};
+use crate::layout::{ByKind, Kind, Layout};
 use crate::lease::{Lease, Message, Reply, UpdateJob};
 use crate::nodes::Confirmer;
 use crate::settings::{Opened, StepIo, SwapperSettings};
@@ -37,11 +37,11 @@ pub(crate) struct Driver<H> {
     layout: Arc<Layout>,
     arena: Arena,
     /// Slots by kind and number; `None` while a slot is lent, with a worker or in flight.
-    slots: [Vec<Option<Slot>>; 3],
+    slots: ByKind<Vec<Option<Slot>>>,
     /// Scratch tile of each range's gradients, unless they are kept in host memory.
     grad_tiles: Vec<Option<TileIndex>>,
     /// Slot numbers of lent ranges.
-    away: HashMap<u32, [Option<SlotNumber>; 3]>,
+    away: HashMap<u32, ByKind<Option<SlotNumber>>>,
     /// Operations in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, Moving>,
     stall: Stall,
@@ -85,7 +85,7 @@ impl<H: Clone> Driver<H> {
         let trained: Vec<bool> = (0..layout.ranges().len() as u32)
             .map(|range| layout.has(Kind::Grad, range))
             .collect();
-        let grad_tiles = (resident[Kind::Grad as usize].iter().zip(&trained))
+        let grad_tiles = (resident[Kind::Grad].iter().zip(&trained))
             .map(|(resident, trained)| match !resident && *trained {
                 true => grad_indices.next(),
                 false => None,
@@ -100,7 +100,7 @@ impl<H: Clone> Driver<H> {
             workers: workers_count,
             durable: matches!(arena, Arena::Session(_)),
         });
-        let slots = Kind::ALL.map(|kind| arena.take_all(kind as usize, memory.slot_count(kind)));
+        let slots = ByKind::new(|kind| arena.take_all(kind as usize, memory.slot_count(kind)));
         Self {
             core,
             actions: Vec::new(),
@@ -386,7 +386,7 @@ impl<H: Clone> Driver<H> {
                     bytes: u64::from(moved.bytes),
                     ..Span::since(kind, start)
                 });
-                self.slots[tile.kind as usize][slot.0 as usize] = Some(done.slot);
+                self.slots[tile.kind][slot.0 as usize] = Some(done.slot);
                 self.event(Event::Moved { tile })
             }
             Err(source) => {
@@ -440,7 +440,7 @@ impl<H: Clone> Driver<H> {
                 self.start(Session::swap_out, tile, slot)
             }
             Action::Update { range, slots, step } => {
-                let lent = self.lease(range, slots.map(Some));
+                let lent = self.lease(range, ByKind(slots.0.map(Some)));
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
                     self.hypers.pop_front();
                 }
@@ -499,7 +499,7 @@ impl<H: Clone> Driver<H> {
 
     fn start(&mut self, swap: Swap, tile: TileId, slot: SlotNumber) -> Result<(), SwapperError> {
         let index = self.index(tile);
-        let bytes = self.slots[tile.kind as usize][slot.0 as usize]
+        let bytes = self.slots[tile.kind][slot.0 as usize]
             .take()
             .expect("the core knows where each slot is");
         let Arena::Session(session) = &mut self.arena else {
@@ -520,11 +520,11 @@ impl<H: Clone> Driver<H> {
         Ok(())
     }
 
-    fn lease(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) -> Lease {
+    fn lease(&mut self, range: u32, slots: ByKind<Option<SlotNumber>>) -> Lease {
         self.away.insert(range, slots);
-        let slots = Kind::ALL.map(|kind| {
-            slots[kind as usize].map(|slot| {
-                self.slots[kind as usize][slot.0 as usize]
+        let slots = ByKind::new(|kind| {
+            slots[kind].map(|slot| {
+                self.slots[kind][slot.0 as usize]
                     .take()
                     .expect("the core knows where each slot is")
             })
@@ -537,9 +537,9 @@ impl<H: Clone> Driver<H> {
             .away
             .remove(&lent.range)
             .expect("only what was lent comes back");
-        for ((of_kind, slot), bytes) in self.slots.iter_mut().zip(slots).zip(lent.slots) {
-            if let Some(slot) = slot {
-                of_kind[slot.0 as usize] = bytes;
+        for (kind, bytes) in Kind::ALL.into_iter().zip(lent.slots.0) {
+            if let Some(slot) = slots[kind] {
+                self.slots[kind][slot.0 as usize] = bytes;
             }
         }
     }

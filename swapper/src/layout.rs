@@ -18,7 +18,7 @@
 //! ranks. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
 //! picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
-use std::ops::Range;
+use std::ops::{Index, IndexMut, Range};
 
 use crate::error::SwapperError;
 
@@ -96,6 +96,31 @@ impl Kind {
 
     /// Kinds in the job's table, of which generations are made.
     pub const STORED: [Self; 2] = [Self::Param, Self::State];
+}
+
+/// One value for each kind of tile.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ByKind<T>(pub [T; 3]);
+
+impl<T> ByKind<T> {
+    /// Asks `value` for each kind, in the order of [`Kind::ALL`].
+    pub fn new(value: impl FnMut(Kind) -> T) -> Self {
+        Self(Kind::ALL.map(value))
+    }
+}
+
+impl<T> Index<Kind> for ByKind<T> {
+    type Output = T;
+
+    fn index(&self, kind: Kind) -> &T {
+        &self.0[kind as usize]
+    }
+}
+
+impl<T> IndexMut<Kind> for ByKind<T> {
+    fn index_mut(&mut self, kind: Kind) -> &mut T {
+        &mut self.0[kind as usize]
+    }
 }
 
 /// One tile of the job's table.

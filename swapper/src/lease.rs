@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use offload_client::{Generation, Slot};
 
 use crate::core::Request;
-use crate::layout::Kind;
+use crate::layout::{ByKind, Kind};
 use crate::op::Op;
 use crate::span::Spans;
 use crate::{StepIo, SwapperError};
@@ -14,14 +14,13 @@ use crate::{StepIo, SwapperError};
 #[derive(Debug)]
 pub(crate) struct Lease {
     pub(crate) range: u32,
-    /// Slots indexed by kind.
-    pub(crate) slots: [Option<Slot>; 3],
+    pub(crate) slots: ByKind<Option<Slot>>,
 }
 
 impl Lease {
     /// The bytes of `kind`. Panics if the use has no slot of that kind.
     pub(crate) fn whole(&mut self, kind: Kind) -> &mut [u8] {
-        self.slots[kind as usize]
+        self.slots[kind]
             .as_mut()
             .expect("the owner lends the slots its use needs")
             .as_mut_slice()

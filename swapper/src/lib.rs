@@ -46,8 +46,8 @@ mod worker;
 pub use bound::{Bound, StepBytes, StepRates, Term, Wall, bound, bound_s, staging_needed_bytes};
 pub use error::SwapperError;
 pub use layout::{
-    Kind, Layout, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape,
-    choose_tile_elems, resident, shard_elems, shard_of,
+    ByKind, Kind, Layout, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange,
+    UnitShape, choose_tile_elems, resident, shard_elems, shard_of,
 };
 pub use nodes::{Exchange, Nodes};
 pub use offload_client::nodes::TO_CHECKPOINT;
@@ -57,7 +57,7 @@ pub use offload_client::{
 };
 pub use op::Op;
 pub use open::job_layout;
-pub use optimizer::Optimizer;
+pub use optimizer::{Optimizer, TileUpdate};
 pub use schedule::{Schedule, StepProgram};
 pub use settings::{
     Backing, DeviceRates, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo, StoreSettings,

@@ -182,9 +182,7 @@ fn reserve_gradients(
 ) -> Result<(), SwapperError> {
     let residency = settings.residency(layout);
     let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
-        .filter(|&range| {
-            layout.has(Kind::Grad, range) && !residency[Kind::Grad as usize][range as usize]
-        })
+        .filter(|&range| layout.has(Kind::Grad, range) && !residency[Kind::Grad][range as usize])
         .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
         .collect();
     if !scratch.is_empty() {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
 
-use crate::layout::{Kind, Layout, UnitShape, resident};
+use crate::layout::{ByKind, Kind, Layout, UnitShape, resident};
 use crate::nodes::Nodes;
 use crate::{Schedule, SwapperError};
 
@@ -147,12 +147,12 @@ impl MemoryPlan {
     }
 
     /// Staging slots by kind.
-    pub(crate) fn staging_counts(&self) -> [u32; 3] {
-        [
+    pub(crate) fn staging_counts(&self) -> ByKind<u32> {
+        ByKind([
             self.param_staging_count,
             self.state_staging_count,
             self.grad_staging_count,
-        ]
+        ])
     }
 
     /// All slots of a kind.
@@ -162,7 +162,7 @@ impl MemoryPlan {
             Kind::State => self.state_resident_count,
             Kind::Grad => self.grad_resident_count,
         };
-        resident + self.staging_counts()[kind as usize]
+        resident + self.staging_counts()[kind]
     }
 
     /// All host memory in bytes.
@@ -229,16 +229,18 @@ impl SwapperSettings {
     }
 
     /// Which ranges' tiles stay in host memory, by kind. A tile that a range does not have stays nowhere.
-    pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 3] {
+    pub(crate) fn residency(&self, layout: &Layout) -> ByKind<Vec<bool>> {
         let shares = match self.backing {
-            Backing::Memory => [1.0; 3],
-            Backing::Store(_) => [self.param_fraction, self.state_fraction, self.grad_fraction],
+            Backing::Memory => ByKind([1.0; 3]),
+            Backing::Store(_) => {
+                ByKind([self.param_fraction, self.state_fraction, self.grad_fraction])
+            }
         };
-        Kind::ALL.map(|kind| {
+        ByKind::new(|kind| {
             let has = |range| layout.has(kind, range);
             let ranges = 0..layout.ranges().len() as u32;
             let count = ranges.clone().filter(|&range| has(range)).count();
-            let mut chosen = resident(count, shares[kind as usize]).into_iter();
+            let mut chosen = resident(count, shares[kind]).into_iter();
             ranges
                 .map(|range| has(range) && chosen.next().expect("one a tile"))
                 .collect()
@@ -263,23 +265,27 @@ impl SwapperSettings {
             });
         }
         let range_count = layout.ranges().len() as u32;
-        let tile_counts = Kind::ALL.map(|kind| {
+        let tile_counts = ByKind::new(|kind| {
             let ranges = 0..range_count;
             ranges.filter(|&range| layout.has(kind, range)).count() as u32
         });
         let residency = self.residency(layout);
-        let spilled =
-            (0..range_count).filter(|&range| !residency[Kind::Grad as usize][range as usize]);
+        let spilled = (0..range_count).filter(|&range| !residency[Kind::Grad][range as usize]);
         let scratch_bytes = spilled
             .map(|range| layout.moved_bytes(Kind::Grad, range))
             .sum();
-        let resident_counts =
-            residency.map(|kind| kind.iter().filter(|&&resident| resident).count() as u32);
-        let [
-            param_resident_count,
-            state_resident_count,
-            grad_resident_count,
-        ] = resident_counts;
+        let resident_counts = ByKind(
+            residency
+                .0
+                .map(|kind| kind.iter().filter(|&&resident| resident).count() as u32),
+        );
+        let ByKind(
+            [
+                param_resident_count,
+                state_resident_count,
+                grad_resident_count,
+            ],
+        ) = resident_counts;
         let mut plan = MemoryPlan {
             param_resident_count,
             state_resident_count,
@@ -298,7 +304,7 @@ impl SwapperSettings {
             scratch_bytes,
             ranks: self.local().len() as u32,
         };
-        let staged = [0, 1, 2].map(|kind: usize| tile_counts[kind] - resident_counts[kind]);
+        let staged = Kind::ALL.map(|kind| tile_counts[kind] - resident_counts[kind]);
         let slot_bytes = Kind::ALL.map(|kind| layout.slot_bytes(kind));
         let unit_max = layout
             .units()

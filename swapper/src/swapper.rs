@@ -15,7 +15,7 @@ use offload_client::Slot;
 
 use crate::core::Request;
 use crate::inbox::Inbox;
-use crate::layout::{Kind, Layout, TileRange};
+use crate::layout::{ByKind, Kind, Layout, TileRange};
 use crate::lease::{Message, Reply};
 use crate::op::Op;
 use crate::optimizer::Optimizer;
@@ -244,7 +244,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 .map(|lent| {
                     let range = lent.range;
                     let bytes = |kind| ..layout.content_bytes(kind, range);
-                    let [Some(param), state, _] = &mut lent.slots else {
+                    let ByKind([Some(param), state, _]) = &mut lent.slots else {
                         panic!("a fill needs the parameters of its range");
                     };
                     let state = state.as_mut().map(Slot::as_mut_slice);
@@ -453,7 +453,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         for &unit in units {
             self.serve(Op::Visit { unit }, |lent| {
                 for lent in lent {
-                    let [Some(param), state, _] = &lent.slots else {
+                    let ByKind([Some(param), state, _]) = &lent.slots else {
                         panic!("a visit needs the parameters of its range");
                     };
                     let state = state.as_ref().map(Slot::as_slice);

@@ -9,9 +9,9 @@ use std::time::Instant;
 use test_hooks::kill_point::{Point, reach};
 
 use crate::inbox::Inbox;
-use crate::layout::{Kind, Layout};
+use crate::layout::{ByKind, Kind, Layout};
 use crate::lease::{Message, UpdateJob};
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, TileUpdate};
 
 /// Updates tiles in queue order until the owner ends or an update panics.
 pub(crate) fn run<H>(
@@ -30,16 +30,17 @@ pub(crate) fn run<H>(
         let range = lent.range;
         let start = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let [Some(param), Some(state), Some(grad)] = &mut lent.slots else {
+            let ByKind([Some(param), Some(state), Some(grad)]) = &mut lent.slots else {
                 panic!("an update needs all three slots of its range");
             };
-            optimizer.update(
-                &layout.ranges()[range as usize],
-                &mut param.as_mut_slice()[..layout.content_bytes(Kind::Param, range)],
-                &mut state.as_mut_slice()[..layout.content_bytes(Kind::State, range)],
-                &grad.as_slice()[..layout.content_bytes(Kind::Grad, range)],
-                &hyper,
-            );
+            let bytes = |kind| ..layout.content_bytes(kind, range);
+            let tile = TileUpdate {
+                range: &layout.ranges()[range as usize],
+                param: &mut param.as_mut_slice()[bytes(Kind::Param)],
+                state: &mut state.as_mut_slice()[bytes(Kind::State)],
+                grad: &grad.as_slice()[bytes(Kind::Grad)],
+            };
+            optimizer.update(tile, &hyper);
             reach(Point::Updated);
         }));
         let message = match result {

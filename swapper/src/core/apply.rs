@@ -63,8 +63,7 @@ impl Core {
         for kind in Kind::ALL {
             if one.needs(kind) {
                 assert_eq!(self.tiles(kind).next_use(one.range), position);
-                self.tiles(kind)
-                    .set_next_use(one.range, one.next[kind as usize]);
+                self.tiles(kind).set_next_use(one.range, one.next[kind]);
             }
         }
     }
@@ -142,14 +141,14 @@ impl Core {
     }
 
     pub(super) fn moved(&mut self, tile: TileId) {
-        let tiles = &mut self.tiles[tile.kind as usize];
+        let tiles = &mut self.tiles[tile.kind];
         match tiles.state(tile.range) {
             TileState::Reading => {
                 self.reads_inflight -= 1;
                 self.reads_ahead.retain(|&other| other != tile);
             }
             TileState::Writing => {
-                self.writes_inflight[tile.kind as usize] -= 1;
+                self.writes_inflight[tile.kind] -= 1;
                 tiles.set_dirty(tile.range, None);
             }
             state => panic!("{tile:?} moved while {state:?}"),

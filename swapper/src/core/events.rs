@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Kind, Op};
+use super::{ByKind, Kind, Op};
 
 /// One tile: a range and a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -25,9 +25,9 @@ pub struct CoreSettings {
     /// Whether each range has state and gradients. The others are never scattered or updated.
     pub trained: Vec<bool>,
     /// Whether each range's tile stays in host memory, by kind; `false` for a tile that a range does not have.
-    pub resident: [Vec<bool>; 3],
+    pub resident: ByKind<Vec<bool>>,
     /// Slots for the other tiles, by kind. At least 2 where two or more tiles are not resident.
-    pub staging: [u32; 3],
+    pub staging: ByKind<u32>,
     /// Operations in flight, at least 2.
     pub iodepth: u32,
     /// Updates that run at a time, at least 1.
@@ -119,7 +119,7 @@ pub enum Action {
         /// The range.
         range: u32,
         /// Slots by kind.
-        slots: [SlotNumber; 3],
+        slots: ByKind<SlotNumber>,
         /// The step of the update, counting steps with updates from 1.
         step: u64,
     },
@@ -128,7 +128,7 @@ pub enum Action {
         /// The range.
         range: u32,
         /// Slots of the kinds that the use needs.
-        slots: [Option<SlotNumber>; 3],
+        slots: ByKind<Option<SlotNumber>>,
     },
     /// Make a generation durable.
     Commit {

@@ -38,7 +38,7 @@ mod tiles;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-pub use crate::layout::Kind;
+pub use crate::layout::{ByKind, Kind};
 pub use crate::op::Op;
 pub use events::{Action, CoreSettings, Event, Request, SlotNumber, TileId};
 
@@ -79,7 +79,7 @@ enum Waiting {
 pub struct Core {
     units: Vec<Range<u32>>,
     trained: Vec<bool>,
-    tiles: [Tiles; 3],
+    tiles: ByKind<Tiles>,
     durable: bool,
     updates_max: usize,
     reads_max: usize,
@@ -88,11 +88,11 @@ pub struct Core {
     /// Read-ahead operations among the reads in flight.
     reads_ahead: Vec<TileId>,
     /// Writes in flight, by kind.
-    writes_inflight: [usize; 3],
+    writes_inflight: ByKind<usize>,
 
     plan: Plan,
     /// Read cursor of each kind: position of the first use not passed yet.
-    ahead: [usize; 3],
+    ahead: ByKind<usize>,
     /// Index of the next entry of `plan.updates` to start, and of `plan.served` to serve.
     next_update: usize,
     next_served: usize,
@@ -144,28 +144,27 @@ impl Core {
         assert!(workers >= 1, "somebody updates");
         assert_eq!(trained.len(), ranges, "one mark a range");
         for kind in Kind::ALL {
-            let resident = &resident[kind as usize];
+            let resident = &resident[kind];
             assert_eq!(resident.len(), ranges, "one mark a range");
             let staged = (resident.iter().zip(&trained))
                 .filter(|&(resident, trained)| !resident && (*trained || kind == Kind::Param))
                 .count();
             assert!(durable || staged == 0, "without a store all is resident");
-            assert!(staging[kind as usize] as usize >= staged.min(2));
+            assert!(staging[kind] as usize >= staged.min(2));
         }
         Self {
             units,
             trained,
-            tiles: Kind::ALL
-                .map(|kind| Tiles::new(kind, &resident[kind as usize], staging[kind as usize])),
+            tiles: ByKind::new(|kind| Tiles::new(kind, &resident[kind], staging[kind])),
             durable,
             updates_max: workers + 1,
             reads_max: iodepth.div_ceil(2) as usize,
             writes_max: (iodepth / 2) as usize,
             reads_inflight: 0,
             reads_ahead: Vec::new(),
-            writes_inflight: [0; 3],
+            writes_inflight: ByKind::default(),
             plan: Plan::default(),
-            ahead: [0; 3],
+            ahead: ByKind::default(),
             next_update: 0,
             next_served: 0,
             wanted: 0,
@@ -232,7 +231,7 @@ impl Core {
         format!(
             "{} reads, {} writes, {} updates in flight; {} updates pending; {} commits planned, under way: {}; {:?}",
             self.reads_inflight,
-            self.writes_inflight.iter().sum::<usize>(),
+            self.writes_inflight.0.iter().sum::<usize>(),
             self.updating.len(),
             self.pending_count,
             self.commits,
@@ -255,7 +254,7 @@ impl Core {
     }
 
     fn tiles(&mut self, kind: Kind) -> &mut Tiles {
-        &mut self.tiles[kind as usize]
+        &mut self.tiles[kind]
     }
 
     fn set_plan(&mut self, ops: &[Op]) {
@@ -264,7 +263,7 @@ impl Core {
                 self.tiles(Kind::Grad).abandon(range as u32);
             }
         }
-        let mut first = [(); 3].map(|()| vec![NEVER; self.pending.len()]);
+        let mut first = ByKind::new(|_| vec![NEVER; self.pending.len()]);
         let (pending, updating) = (&self.pending, &self.updating);
         self.plan = Plan::new(
             ops,
@@ -283,9 +282,9 @@ impl Core {
             *position = None;
         }
         for kind in Kind::ALL {
-            self.tiles(kind).replan(&first[kind as usize]);
+            self.tiles(kind).replan(&first[kind]);
         }
-        self.ahead = [0; 3];
+        self.ahead = ByKind::default();
         self.next_update = 0;
         self.next_served = 0;
         self.wanted = self.plan.uses.len();

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::{Kind, Op};
+use super::{ByKind, Kind, Op};
 
 /// Not a position: the tile is not used again in this plan.
 pub(super) const NEVER: u32 = u32::MAX;
@@ -46,7 +46,7 @@ pub(super) struct Use {
     /// Whether the range has state and gradients.
     trained: bool,
     /// Next position at which the range's tile of each kind is used, or [`NEVER`].
-    pub(super) next: [u32; 3],
+    pub(super) next: ByKind<u32>,
 }
 
 impl Use {
@@ -79,7 +79,7 @@ impl Plan {
         trained: &[bool],
         mut wanted: impl FnMut(u32) -> bool,
         mut scattered: Vec<bool>,
-        first: &mut [Vec<u32>; 3],
+        first: &mut ByKind<Vec<u32>>,
     ) -> Self {
         let mut plan = Self::default();
         for &op in ops {
@@ -133,14 +133,14 @@ impl Plan {
         for one in &mut plan.uses {
             one.trained = trained[one.range as usize];
         }
-        for first in first.iter_mut() {
+        for first in &mut first.0 {
             first.fill(NEVER);
         }
         for position in (0..plan.uses.len()).rev() {
             let one = &mut plan.uses[position];
             for kind in Kind::ALL {
-                let first = &mut first[kind as usize][one.range as usize];
-                one.next[kind as usize] = *first;
+                let first = &mut first[kind][one.range as usize];
+                one.next[kind] = *first;
                 if one.needs(kind) {
                     *first = position as u32;
                 }
@@ -178,7 +178,7 @@ impl Plan {
             what,
             range,
             trained: true,
-            next: [NEVER; 3],
+            next: ByKind([NEVER; 3]),
         });
         position
     }
@@ -200,7 +200,7 @@ mod tests {
                 update: true,
             },
         ];
-        let mut first = [(); 3].map(|()| vec![0; 3]);
+        let mut first = ByKind::new(|_| vec![0; 3]);
         // Range 2 is already updated.
         let units = vec![0..1, 1..3];
         let trained = [true; 3];
@@ -222,13 +222,12 @@ mod tests {
                 (ExpectUpdate, 2),
             ]
         );
-        let next =
-            |kind: Kind| -> Vec<u32> { plan.uses.iter().map(|u| u.next[kind as usize]).collect() };
+        let next = |kind: Kind| -> Vec<u32> { plan.uses.iter().map(|u| u.next[kind]).collect() };
         assert_eq!(next(Kind::Param), [1, 3, 4, 7, 8, 7, 8, NEVER, NEVER]);
         assert_eq!(next(Kind::State), [7, 7, 8, 7, 8, 7, 8, NEVER, NEVER]);
         assert_eq!(next(Kind::Grad), [5, 5, 6, 5, 6, 7, 8, NEVER, NEVER]);
         let first_of = [[NEVER, 0, 2], [NEVER, 0, 8], [NEVER, 0, 6]];
-        assert_eq!(first, first_of.map(Vec::from));
+        assert_eq!(first.0, first_of.map(Vec::from));
         assert_eq!((plan.updates, plan.commits), (vec![0], true));
         assert_eq!(plan.served[0], (Op::Gather { unit: 1 }, vec![1, 2]));
     }

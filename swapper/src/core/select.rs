@@ -2,7 +2,7 @@
 
 use super::plan::UseKind;
 use super::tiles::{NO_GENERATION, TileState, Tiles};
-use super::{Action, Core, Kind, TileId, Waiting};
+use super::{Action, ByKind, Core, Kind, TileId, Waiting};
 
 impl Core {
     /// Lends the trainer, in order, the ready ranges of its operation.
@@ -19,10 +19,10 @@ impl Core {
             };
             let ready =
                 |tiles: &Tiles| tiles.state(range) == from && tiles.next_use(range) == position;
-            let needed = Kind::ALL.map(|kind| one.needs(kind));
+            let needed = ByKind::new(|kind| one.needs(kind));
             if Kind::ALL
                 .iter()
-                .any(|&kind| needed[kind as usize] && !ready(&self.tiles[kind as usize]))
+                .any(|&kind| needed[kind] && !ready(&self.tiles[kind]))
             {
                 return;
             }
@@ -30,9 +30,9 @@ impl Core {
             assert!(!overwrites, "an update has yet to read these gradients");
             serving.left.pop_front();
             serving.lent.push_back(position);
-            let slots = Kind::ALL.map(|kind| {
-                needed[kind as usize].then(|| {
-                    let tiles = &mut self.tiles[kind as usize];
+            let slots = ByKind::new(|kind| {
+                needed[kind].then(|| {
+                    let tiles = &mut self.tiles[kind];
                     tiles.set_state(range, TileState::Lent);
                     tiles.slot(range)
                 })
@@ -51,7 +51,7 @@ impl Core {
             let generation = self.pending_generation;
             let of_its_time =
                 |dirty: Option<u64>| dirty.is_none_or(|of| of == generation || of == NO_GENERATION);
-            let ready = self.tiles.iter().all(|tiles| {
+            let ready = self.tiles.0.iter().all(|tiles| {
                 tiles.state(range) == TileState::Idle
                     && tiles.next_use(range) == position
                     && of_its_time(tiles.dirty(range))
@@ -59,7 +59,7 @@ impl Core {
             if !ready {
                 return;
             }
-            let slots = Kind::ALL.map(|kind| {
+            let slots = ByKind::new(|kind| {
                 self.tiles(kind).set_state(range, TileState::Updating);
                 self.tiles(kind).slot(range)
             });
@@ -77,7 +77,7 @@ impl Core {
             && let Some(range) = self.grads_to_write.pop_front()
         {
             // Skips entries that were consumed or written since, or are with a worker.
-            let grads = &self.tiles[Kind::Grad as usize];
+            let grads = &self.tiles[Kind::Grad];
             if grads.state(range) == TileState::Idle && grads.dirty(range).is_some() {
                 let tile = grads.id(range);
                 self.write(tile, actions);
@@ -87,13 +87,13 @@ impl Core {
     }
 
     fn may_write(&self) -> bool {
-        self.writes_inflight.iter().sum::<usize>() < self.writes_max
+        self.writes_inflight.0.iter().sum::<usize>() < self.writes_max
     }
 
     fn write(&mut self, tile: TileId, actions: &mut Vec<Action>) {
         self.tiles(tile.kind)
             .set_state(tile.range, TileState::Writing);
-        self.writes_inflight[tile.kind as usize] += 1;
+        self.writes_inflight[tile.kind] += 1;
         let slot = self.tiles(tile.kind).slot(tile.range);
         actions.push(Action::Write { tile, slot });
         self.changed = true;
@@ -117,7 +117,7 @@ impl Core {
                     self.to_write[usize::from(resident)].get_mut(&generation)
                 && let Some(tile) = params.pop_front().or_else(|| states.pop_front())
             {
-                let tiles = &self.tiles[tile.kind as usize];
+                let tiles = &self.tiles[tile.kind];
                 // Lent, updated again or written since it was queued: it is queued again when needed.
                 let stale = tiles.dirty(tile.range) != Some(generation)
                     || tiles.state(tile.range) != TileState::Idle
@@ -133,14 +133,14 @@ impl Core {
     /// Reads along the plan, the earliest miss of all kinds first. Tiles that the trainer fills get their slots here
     /// too.
     pub(super) fn start_reads(&mut self, actions: &mut Vec<Action>) {
-        let mut out_of_slots = [false; 3];
+        let mut out_of_slots = ByKind([false; 3]);
         loop {
             let mut next = None;
             for kind in Kind::ALL {
-                out_of_slots[kind as usize] |= !self.skip_present(kind);
-                let at = self.ahead[kind as usize];
+                out_of_slots[kind] |= !self.skip_present(kind);
+                let at = self.ahead[kind];
                 let earlier = next.is_none_or(|(position, _)| at < position);
-                if at < self.plan.uses.len() && !out_of_slots[kind as usize] && earlier {
+                if at < self.plan.uses.len() && !out_of_slots[kind] && earlier {
                     next = Some((at, kind));
                 }
             }
@@ -152,9 +152,9 @@ impl Core {
             if !fill && self.reads_inflight == self.reads_max {
                 return;
             }
-            let tiles = &mut self.tiles[kind as usize];
+            let tiles = &mut self.tiles[kind];
             if !tiles.take_slot(one.range, position as u32) {
-                out_of_slots[kind as usize] = true;
+                out_of_slots[kind] = true;
                 continue;
             }
             if fill {
@@ -177,7 +177,7 @@ impl Core {
     pub(super) fn promote(&mut self, actions: &mut Vec<Action>) {
         let (tiles, wanted) = (&self.tiles, self.wanted);
         self.reads_ahead.retain(|&tile| {
-            let soon = (tiles[tile.kind as usize].next_use(tile.range) as usize) < wanted;
+            let soon = (tiles[tile.kind].next_use(tile.range) as usize) < wanted;
             if soon {
                 actions.push(Action::Promote { tile });
             }
@@ -188,8 +188,8 @@ impl Core {
     /// Moves a kind's cursor to the next use whose tile is on its device. Returns `false` when the cursor waits for
     /// gradients whose slot still holds those of the previous step.
     pub(super) fn skip_present(&mut self, kind: Kind) -> bool {
-        let tiles = &self.tiles[kind as usize];
-        let ahead = &mut self.ahead[kind as usize];
+        let tiles = &self.tiles[kind];
+        let ahead = &mut self.ahead[kind];
         while let Some(one) = self.plan.uses.get(*ahead) {
             if one.needs(kind) && tiles.state(one.range) == TileState::Device {
                 let next_use = tiles.next_use(one.range);
@@ -214,12 +214,12 @@ impl Core {
         let generation = self.acknowledged + 1;
         let updated = self.pending_count == 0 || self.pending_generation != generation;
         let clean = |tiles: &Tiles| tiles.dirty_count(generation) == 0;
-        let writing = Kind::STORED.map(|kind| self.writes_inflight[kind as usize]);
+        let writing = Kind::STORED.map(|kind| self.writes_inflight[kind]);
         if self.commits == 0
             || self.committing
             || !updated
             || self.fills_left > 0
-            || !self.tiles.iter().all(clean)
+            || !self.tiles.0.iter().all(clean)
         {
             return;
         }

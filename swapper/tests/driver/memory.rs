@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
 use swapper::{
-    Backing, Op, Schedule, StepProgram, Swapper, SwapperError, SwapperSettings, TileRange,
+    Backing, Op, Schedule, StepProgram, Swapper, SwapperError, SwapperSettings, TileUpdate,
 };
 
 use crate::toy::{self, UNITS};
@@ -150,11 +150,10 @@ fn calls_out_of_order_are_refused_and_harm_nothing() {
 #[test]
 fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
     for schedule in [Schedule::Immediate, Schedule::Deferred] {
-        let broken =
-            |range: &TileRange, param: &mut [u8], state: &mut [u8], grad: &[u8], step: &u64| {
-                assert!(*step < 2 || range.unit != 2, "unit 2 overflowed");
-                toy::update(range, param, state, grad, step);
-            };
+        let broken = |tile: TileUpdate<'_>, step: &u64| {
+            assert!(*step < 2 || tile.range.unit != 2, "unit 2 overflowed");
+            toy::update(tile, step);
+        };
         let (mut swapper, _) = Swapper::open(settings(schedule), vec![Box::new(broken)]).unwrap();
         swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
         let error = (1..=3)
@@ -174,15 +173,11 @@ fn an_interrupted_wait_ends_and_the_step_it_left_counts() {
     for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let (go_on, held) = mpsc::channel::<()>();
         let held = Arc::new(Mutex::new(held));
-        let blocked = move |range: &TileRange,
-                            param: &mut [u8],
-                            state: &mut [u8],
-                            grad: &[u8],
-                            step: &u64| {
-            if *step == 2 && range.unit == 2 && range.elems.start == 0 {
+        let blocked = move |tile: TileUpdate<'_>, step: &u64| {
+            if *step == 2 && tile.range.unit == 2 && tile.range.elems.start == 0 {
                 held.lock().unwrap().recv().unwrap();
             }
-            toy::update(range, param, state, grad, step);
+            toy::update(tile, step);
         };
         let (mut swapper, _) = Swapper::open(settings(schedule), vec![Box::new(blocked)]).unwrap();
         swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
@@ -212,13 +207,12 @@ fn an_interrupted_wait_ends_and_the_step_it_left_counts() {
 fn an_interrupted_scatter_can_only_be_begun_again() {
     let (go_on, held) = mpsc::channel::<()>();
     let held = Arc::new(Mutex::new(held));
-    let blocked =
-        move |range: &TileRange, param: &mut [u8], state: &mut [u8], grad: &[u8], step: &u64| {
-            if *step == 1 && range.unit == 0 && range.elems.start == 0 {
-                held.lock().unwrap().recv().unwrap();
-            }
-            toy::update(range, param, state, grad, step);
-        };
+    let blocked = move |tile: TileUpdate<'_>, step: &u64| {
+        if *step == 1 && tile.range.unit == 0 && tile.range.elems.start == 0 {
+            held.lock().unwrap().recv().unwrap();
+        }
+        toy::update(tile, step);
+    };
     let settings = settings(Schedule::Deferred);
     let (mut swapper, _) = Swapper::open(settings, vec![Box::new(blocked)]).unwrap();
     swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();

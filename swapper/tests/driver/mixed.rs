@@ -2,7 +2,7 @@
 
 use swapper::{
     Backing, Durability, Layout, Schedule, StepProgram, StoreSettings, Swapper, SwapperError,
-    SwapperSettings, TileBytes, UnitShape,
+    SwapperSettings, TileBytes, TileUpdate, UnitShape,
 };
 
 use crate::store;
@@ -55,7 +55,13 @@ fn reference(steps: u64, rewritten: u64) -> Contents {
             for step in (1..=steps).filter(|_| trained) {
                 let mut grad = vec![0; elems * 4];
                 toy::gradient(step, &range.elems, &param, &mut grad);
-                toy::update(range, &mut param, &mut state, &grad, &step);
+                let tile = TileUpdate {
+                    range,
+                    param: &mut param,
+                    state: &mut state,
+                    grad: &grad,
+                };
+                toy::update(tile, &step);
                 if step == rewritten {
                     rewrite(&mut param);
                 }

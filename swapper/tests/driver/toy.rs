@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use swapper::{
     Backing, Op, Opened, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram, Swapper,
-    SwapperError, SwapperSettings, TileBytes, TileRange, UninitTile, UnitShape,
+    SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate, UninitTile, UnitShape,
 };
 
 /// Several tiles per unit, odd lengths, and one unit of a single tile.
@@ -68,13 +68,13 @@ pub(crate) fn gradient(step: u64, elems: &Range<u64>, param: &[u8], grad: &mut [
 }
 
 /// The optimizer: every byte of the result depends on every byte of the input.
-pub(crate) fn update(
-    range: &TileRange,
-    param: &mut [u8],
-    state: &mut [u8],
-    grad: &[u8],
-    step: &u64,
-) {
+pub(crate) fn update(tile: TileUpdate<'_>, step: &u64) {
+    let TileUpdate {
+        range,
+        param,
+        state,
+        grad,
+    } = tile;
     let of_grad = grad
         .iter()
         .fold(*step, |hash, &byte| mix(hash, byte.into()));
@@ -115,7 +115,13 @@ pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
         for (range, param, state) in &mut all {
             let mut grad = vec![0; param.len()];
             gradient(step, &range.elems, param, &mut grad);
-            update(range, param, state, &grad, &step);
+            let tile = TileUpdate {
+                range,
+                param,
+                state,
+                grad: &grad,
+            };
+            update(tile, &step);
         }
     }
     all

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use swapper::Op;
-use swapper::core::{Action, Core, CoreSettings, Event, Kind, Request, TileId};
+use swapper::core::{Action, ByKind, Core, CoreSettings, Event, Kind, Request, TileId};
 
 struct Bench {
     core: Core,
@@ -32,8 +32,8 @@ impl Bench {
         let core = Core::new(CoreSettings {
             units: std::iter::once(0..ranges).collect(),
             trained: vec![true; ranges as usize],
-            resident: [(); 3].map(|()| vec![false; ranges as usize]),
-            staging: [staging; 3],
+            resident: ByKind::new(|_| vec![false; ranges as usize]),
+            staging: ByKind([staging; 3]),
             iodepth: 2,
             workers: 1,
             durable: true,
@@ -221,8 +221,8 @@ fn four_units() -> Bench {
     let core = Core::new(CoreSettings {
         units: (0..4).map(|unit| unit..unit + 1).collect(),
         trained: vec![true; 4],
-        resident: [(); 3].map(|()| vec![false; 4]),
-        staging: [3; 3],
+        resident: ByKind::new(|_| vec![false; 4]),
+        staging: ByKind([3; 3]),
         iodepth: 16,
         workers: 1,
         durable: true,

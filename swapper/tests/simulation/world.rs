@@ -5,7 +5,9 @@ mod trainer;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use swapper::core::{Action, Core, CoreSettings, Event, Kind, Op, Request, SlotNumber, TileId};
+use swapper::core::{
+    Action, ByKind, Core, CoreSettings, Event, Kind, Op, Request, SlotNumber, TileId,
+};
 use swapper::{Schedule, StepProgram, resident};
 
 use crate::toy::{Content, Reference, Rng, filled, gradient, rewritten, update};
@@ -135,7 +137,7 @@ pub(crate) struct Incarnation<'a> {
     rng: &'a mut Rng,
     core: Core,
     actions: Vec<Action>,
-    slots: [Vec<Slot>; 3],
+    slots: ByKind<Vec<Slot>>,
     /// Gradients that the update of their step has not used yet, by range.
     grads: Vec<Option<Content>>,
     /// Scatters of each range in the present step.
@@ -144,8 +146,8 @@ pub(crate) struct Incarnation<'a> {
     scratch: Vec<Option<Content>>,
     ios: Vec<Io>,
     io_number: u64,
-    updates: VecDeque<(u32, [SlotNumber; 3], u64)>,
-    lent: VecDeque<(u32, [Option<SlotNumber>; 3])>,
+    updates: VecDeque<(u32, ByKind<SlotNumber>, u64)>,
+    lent: VecDeque<(u32, ByKind<Option<SlotNumber>>)>,
     committing: Option<u64>,
     /// Blobs of commits planned and not begun.
     blobs: VecDeque<u64>,
@@ -184,19 +186,20 @@ impl<'a> Incarnation<'a> {
         rng: &'a mut Rng,
     ) -> Self {
         let ranges = job.ranges();
-        let residents = [0, 1, 2].map(|kind: usize| job.residents(kind, setup.shares[kind]));
+        let residents =
+            ByKind::new(|kind| job.residents(kind as usize, setup.shares[kind as usize]));
         let core = Core::new(CoreSettings {
             units: job.units.clone(),
             trained: job.frozen.iter().map(|frozen| !frozen).collect(),
             resident: residents.clone(),
-            staging: setup.staging,
+            staging: ByKind(setup.staging),
             iodepth: setup.iodepth,
             workers: setup.workers,
             durable: job.durable,
         });
-        let slots = [0, 1, 2].map(|kind| {
-            let count =
-                residents[kind].iter().filter(|&&r| r).count() + setup.staging[kind] as usize;
+        let slots = ByKind::new(|kind| {
+            let count = residents[kind].iter().filter(|&&r| r).count()
+                + setup.staging[kind as usize] as usize;
             vec![
                 Slot {
                     holds: None,
@@ -335,7 +338,6 @@ impl<'a> Incarnation<'a> {
         match action {
             Action::Read { tile, slot, .. } => {
                 assert!(self.job.durable);
-                let kind = tile.kind as usize;
                 for io in &self.ios {
                     let (Io::Read(other, _) | Io::Write(other, _)) = io;
                     assert_ne!(*other, tile, "two operations on one tile");
@@ -345,7 +347,7 @@ impl<'a> Incarnation<'a> {
                     "gradients are read that nobody wants"
                 );
                 self.claim(tile.kind, tile.range, slot);
-                self.moves.reads[kind] += 1;
+                self.moves.reads[tile.kind as usize] += 1;
                 self.ios.push(Io::Read(tile, slot));
                 self.check_iodepth();
             }
@@ -376,7 +378,7 @@ impl<'a> Incarnation<'a> {
             }
             Action::Update { range, slots, step } => {
                 for kind in Kind::ALL {
-                    self.take(kind, range, slots[kind as usize]);
+                    self.take(kind, range, slots[kind]);
                 }
                 self.updates
                     .push_back((range, slots, self.hypers[step as usize - 1]));
@@ -411,7 +413,7 @@ impl<'a> Incarnation<'a> {
         }
     }
 
-    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) {
+    fn lend(&mut self, range: u32, slots: ByKind<Option<SlotNumber>>) {
         let first = self.sums[range as usize] == 0;
         let empty = match self.asked {
             Some(Op::Fill { .. }) => true,
@@ -419,7 +421,7 @@ impl<'a> Incarnation<'a> {
             _ => false,
         };
         for kind in Kind::ALL {
-            let Some(slot) = slots[kind as usize] else {
+            let Some(slot) = slots[kind] else {
                 continue;
             };
             if empty {
@@ -428,7 +430,7 @@ impl<'a> Incarnation<'a> {
                 self.take(kind, range, slot);
             }
         }
-        let grad = slots[Kind::Grad as usize].is_some();
+        let grad = slots[Kind::Grad].is_some();
         assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
         assert!(
             !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
@@ -439,7 +441,7 @@ impl<'a> Incarnation<'a> {
 
     /// Takes a slot into use for new content of `range`. Its old content must be on its device or unused.
     fn claim(&mut self, kind: Kind, range: u32, slot: SlotNumber) {
-        let holder = self.slots[kind as usize][slot.0 as usize];
+        let holder = self.slots[kind][slot.0 as usize];
         assert!(!holder.away, "{slot:?} is in use");
         if let Some((held, Some(content))) = holder.holds {
             let safe = match kind {
@@ -454,7 +456,7 @@ impl<'a> Incarnation<'a> {
             };
             assert!(safe, "the newest content of range {held} is lost");
         }
-        self.slots[kind as usize][slot.0 as usize] = Slot {
+        self.slots[kind][slot.0 as usize] = Slot {
             holds: Some((range, None)),
             away: true,
         };
@@ -462,7 +464,7 @@ impl<'a> Incarnation<'a> {
 
     /// Takes a slot into use, which must hold the content of `range`.
     fn take(&mut self, kind: Kind, range: u32, slot: SlotNumber) -> Content {
-        let slot = &mut self.slots[kind as usize][slot.0 as usize];
+        let slot = &mut self.slots[kind][slot.0 as usize];
         assert!(!slot.away, "a slot is used twice");
         slot.away = true;
         let Some((held, Some(content))) = slot.holds else {
@@ -485,30 +487,28 @@ impl<'a> Incarnation<'a> {
         let op = self.asked.expect("lent for something");
         // Every use sees all finished steps applied, and nothing of the current one.
         let finished = self.step;
-        for kind in [0, 1] {
+        for kind in Kind::STORED {
             let Some(slot) = slots[kind] else { continue };
             let slot = &mut self.slots[kind][slot.0 as usize];
             assert!(std::mem::take(&mut slot.away));
             if let Op::Fill { .. } = op {
-                slot.holds = Some((range, Some(filled(kind, index))));
+                slot.holds = Some((range, Some(filled(kind as usize, index))));
             }
             let (_, content) = slot.holds.unwrap();
             assert_eq!(
                 content,
-                Some(self.reference.0[finished as usize][index][kind]),
+                Some(self.reference.0[finished as usize][index][kind as usize]),
                 "{op:?} sees range {range} otherwise than after step {finished}"
             );
             if let Op::Rewrite { .. } = op {
-                let content = rewritten(finished + 1, kind, content.unwrap());
+                let content = rewritten(finished + 1, kind as usize, content.unwrap());
                 slot.holds = Some((range, Some(content)));
             }
         }
-        if let Some(slot) = slots[Kind::Grad as usize] {
+        if let Some(slot) = slots[Kind::Grad] {
             let param = self.reference.0[self.step as usize][index][0];
             let step = self.step + 1;
-            let (_, sum) = self.slots[Kind::Grad as usize][slot.0 as usize]
-                .holds
-                .unwrap();
+            let (_, sum) = self.slots[Kind::Grad][slot.0 as usize].holds.unwrap();
             assert_eq!(
                 sum,
                 self.grads[index].filter(|grad| grad.step == step),
@@ -520,7 +520,7 @@ impl<'a> Incarnation<'a> {
                 step,
             };
             self.grads[index] = Some(grad);
-            self.slots[Kind::Grad as usize][slot.0 as usize] = Slot {
+            self.slots[Kind::Grad][slot.0 as usize] = Slot {
                 holds: Some((range, Some(grad))),
                 away: false,
             };
@@ -533,7 +533,7 @@ impl<'a> Incarnation<'a> {
         let at = self.rng.below(self.updates.len().min(self.setup.workers));
         let (range, slots, step) = self.updates.remove(at).unwrap();
         let index = range as usize;
-        let [param, state, grad] = [0, 1, 2].map(|kind: usize| {
+        let [param, state, grad] = Kind::ALL.map(|kind| {
             let (_, content) = self.slots[kind][slots[kind].0 as usize].holds.unwrap();
             content.unwrap()
         });
@@ -543,12 +543,12 @@ impl<'a> Incarnation<'a> {
             "the newest gradients of range {range} are used, once"
         );
         assert_eq!(grad.step, step, "gradients and hyper are of one step");
-        self.slots[2][slots[2].0 as usize].away = false;
+        self.slots[Kind::Grad][slots[Kind::Grad].0 as usize].away = false;
         let after = update(step, [param, state], grad.value);
-        for kind in [0, 1] {
+        for kind in Kind::STORED {
             let slot = &mut self.slots[kind][slots[kind].0 as usize];
             assert!(std::mem::take(&mut slot.away));
-            slot.holds = Some((range, Some(after[kind])));
+            slot.holds = Some((range, Some(after[kind as usize])));
         }
         self.event(Event::Updated { range });
     }
@@ -565,12 +565,11 @@ impl<'a> Incarnation<'a> {
             return true;
         }
         let (Io::Read(tile, slot) | Io::Write(tile, slot)) = io;
-        let kind = tile.kind as usize;
         let on_device = match tile.kind {
             Kind::Grad => &mut self.scratch[tile.range as usize],
-            _ => &mut self.store.working[tile.range as usize][kind],
+            _ => &mut self.store.working[tile.range as usize][tile.kind as usize],
         };
-        let slot = &mut self.slots[kind][slot.0 as usize];
+        let slot = &mut self.slots[tile.kind][slot.0 as usize];
         assert!(std::mem::take(&mut slot.away));
         match io {
             Io::Read(..) => {
@@ -622,7 +621,7 @@ impl<'a> Incarnation<'a> {
 
     fn check_end(&self) {
         assert!(self.ios.is_empty() && self.updates.is_empty() && self.committing.is_none());
-        assert!(self.slots.iter().flatten().all(|slot| !slot.away));
+        assert!(self.slots.0.iter().flatten().all(|slot| !slot.away));
         assert!(self.blobs.is_empty());
         if self.job.durable {
             let generation = self.store.committed.as_ref().expect("a drain commits");

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use swapper::{Optimizer, TileRange};
+use swapper::{Optimizer, TileRange, TileUpdate};
 
 /// Buffers, each for a tile's parameters and state: two optimizer threads fill one each while the others are
 /// written.
@@ -118,15 +118,20 @@ pub struct Copied<O> {
 }
 
 impl<S, O: Optimizer<S>> Optimizer<S> for Copied<O> {
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        step: &S,
-    ) {
-        self.optimizer.update(range, param, state, grad, step);
+    fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
+        let TileUpdate {
+            range,
+            param,
+            state,
+            grad,
+        } = tile;
+        let tile = TileUpdate {
+            range,
+            param: &mut *param,
+            state: &mut *state,
+            grad,
+        };
+        self.optimizer.update(tile, step);
         self.checkpoint_tap.offer(range, param, state);
     }
 }

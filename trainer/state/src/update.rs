@@ -10,7 +10,7 @@ use kernels::adamw::{
 };
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
-use swapper::{Optimizer, TileBytes, TileRange};
+use swapper::{Optimizer, TileBytes, TileRange, TileUpdate};
 
 /// Threads that stream tiles through a GPU: one copies to the GPU, one computes and one copies back at a
 /// time.
@@ -165,14 +165,8 @@ impl Scalars<Hyper> for ByGroup {
 pub struct CpuUpdate<A>(pub A);
 
 impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        step: &S,
-    ) {
+    fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
+        let range = tile.range;
         let TileStep {
             format,
             grads,
@@ -182,9 +176,9 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
         for (part, hyper) in parts {
             let tile = Tile {
                 format,
-                param,
-                state,
-                grad,
+                param: tile.param,
+                state: tile.state,
+                grad: tile.grad,
                 elems,
             };
             step_range(&hyper, tile, grads, part);
@@ -200,14 +194,8 @@ pub struct GpuUpdate<A> {
 }
 
 impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        step: &S,
-    ) {
+    fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
+        let range = tile.range;
         let TileStep {
             format,
             grads,
@@ -215,9 +203,9 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
         } = self.scalars.of_tile(range, step);
         let tile = Tile {
             format,
-            param,
-            state,
-            grad,
+            param: tile.param,
+            state: tile.state,
+            grad: tile.grad,
             elems: (range.elems.end - range.elems.start) as usize,
         };
         // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
@@ -296,7 +284,13 @@ mod tests {
         param
             .chunks_exact_mut(4)
             .for_each(|elem| elem.copy_from_slice(&1.0f32.to_ne_bytes()));
-        update.update(&range, param, state, &grad[..192 * 4], &HYPER);
+        let tile = TileUpdate {
+            range: &range,
+            param: &mut *param,
+            state,
+            grad: &grad[..192 * 4],
+        };
+        update.update(tile, &HYPER);
         let weight =
             |elem: usize| f32::from_ne_bytes(param[elem * 4..elem * 4 + 4].try_into().unwrap());
         assert_eq!(
