@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use pyo3::prelude::*;
 use serde_json::{Value, json};
 use swapper::{Kind, Swapper, SwapperError, SwapperSettings, TileRange, UninitTile};
+use training_settings::OptimizerKind;
 use training_state::fingerprint::Fingerprint;
 use training_state::ranks::{RankError, Ranks};
 use training_state::run::{
@@ -73,6 +74,9 @@ fn layout(plan: &Plan, frozen: u64) -> Value {
     let mut layout = json!({"units": units, "ranges": ranges, "frozen": format!("{frozen:016x}")});
     if plan.moments != "fp32" {
         layout["moments"] = plan.moments.as_str().into();
+    }
+    if plan.optimizer != OptimizerKind::AdamW {
+        layout["optimizer"] = plan.optimizer.word().into();
     }
     layout
 }

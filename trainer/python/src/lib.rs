@@ -416,7 +416,7 @@ impl Core {
     }
 
     /// Copies fp32 masters, momentum and variance of trained `units`, each with three addresses of fp32 numbers for the
-    /// whole unit, as far as this rank has its tiles. Commits nothing.
+    /// whole unit, as far as this rank has its tiles. Lion's variance is not written. Commits nothing.
     fn read_state(&self, py: Python<'_>, units: Vec<(usize, [usize; 3])>) -> PyResult<()> {
         self.with(py, |held| {
             let formats = &held.formats;
@@ -430,7 +430,8 @@ impl Core {
                     }
                     let (_, addresses) = now.expect("tiles come in the order of the units");
                     let planes = update::read_state(&formats[range.unit], param, state);
-                    for (address, plane) in addresses.iter().zip(planes) {
+                    let planes = addresses.iter().zip(planes);
+                    for (address, plane) in planes.filter(|(_, plane)| !plane.is_empty()) {
                         memory::write(*address, &range.elems, size_of::<f32>(), &plane);
                     }
                 })

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kernels::adamw::{Master, Moments, TileFormat};
+use kernels::adamw::{Master, Moments, TileFormat, UpdateRule};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
 use pyo3::prelude::*;
@@ -15,6 +15,7 @@ use swapper::{
     Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
+use training_settings::OptimizerKind;
 use training_state::plan::Measured;
 use training_state::ranks::{node_of, ranks_of};
 use training_state::run::{RunId, resolved};
@@ -47,6 +48,9 @@ pub(crate) struct Plan {
     gradients_fraction: f64,
     /// `fp32` or `bf16`: how the optimizer's moments are stored.
     pub(crate) moments: String,
+    /// Whose rule updates the parameters.
+    #[serde(default)]
+    pub(crate) optimizer: OptimizerKind,
     commit_every: u64,
     staging_bytes: u64,
     pub(crate) update_threads: usize,
@@ -91,12 +95,13 @@ pub(crate) struct Updated {
 }
 
 impl UnitPlan {
-    fn format(&self, moments: Moments) -> PyResult<Format> {
+    fn format(&self, rule: UpdateRule, moments: Moments) -> PyResult<Format> {
         let update = if self.trained {
             let master = master(&self.dtype)?;
             let format = TileFormat {
+                rule,
+                master,
                 moments,
-                ..master.into()
             };
             let grads = match self.gradient_dtype == self.dtype {
                 true => master.grad_type(),
@@ -208,7 +213,9 @@ impl Plan {
             "bf16" => Moments::Bf16,
             other => return Err(Error::new_err(format!("moments of type {other}"))),
         };
-        self.units.iter().map(|unit| unit.format(moments)).collect()
+        let rule: UpdateRule = self.optimizer.into();
+        let units = self.units.iter();
+        units.map(|unit| unit.format(rule, moments)).collect()
     }
 
     /// Whether tiles go to devices.
@@ -263,9 +270,10 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
             false => Backing::Memory,
         },
         // A job with other moments is refused: its tiles may have the same size.
-        layout: match plan.moments.as_str() {
-            "fp32" => Vec::new(),
-            other => format!("moments in {other}").into_bytes(),
+        layout: match (plan.optimizer, plan.moments.as_str()) {
+            (OptimizerKind::AdamW, "fp32") => Vec::new(),
+            (OptimizerKind::AdamW, other) => format!("moments in {other}").into_bytes(),
+            (kind, moments) => format!("{}, moments in {moments}", kind.word()).into_bytes(),
         },
         rank: plan.rank,
         ranks: plan.ranks,

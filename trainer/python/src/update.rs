@@ -1,4 +1,4 @@
-//! Arithmetic over tiles: AdamW's scalars by parameter groups, sums of gradients and their norms.
+//! Arithmetic over tiles: an optimizer's scalars by parameter groups, sums of gradients and their norms.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl StepHyper {
 /// A unit's parameters: elements of each, and its index over all units.
 pub(crate) type Params = Vec<(Range<u64>, usize)>;
 
-/// AdamW's scalars, parameter by parameter.
+/// An optimizer's scalars, parameter by parameter.
 #[derive(Clone)]
 pub(crate) struct ByParam {
     pub(crate) units: Arc<Vec<(Format, Params)>>,
@@ -108,7 +108,7 @@ pub(crate) fn rewrite(
     rewrite_masters(format, params, &new, tile);
 }
 
-/// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes.
+/// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes; Lion's variance is empty.
 pub(crate) fn read_state(format: &Format, param: &[u8], state: &[u8]) -> [Vec<u8>; 3] {
     let param_bytes = format.param_bytes;
     let Updated { format, .. } = format.update.expect("only trained units have state");
@@ -160,7 +160,9 @@ pub(crate) fn rewrite_moments(
     let elems = tile.param.len() / format.param_bytes;
     let Updated { format, .. } = format.update.expect("only trained units are rewritten");
     let [_, momentum, variance] = state_planes(format, elems);
-    for (plane, new) in [momentum, variance].into_iter().zip(new) {
+    // Lion has no variance.
+    let planes = [momentum, variance].into_iter().zip(new);
+    for (plane, new) in planes.filter(|(plane, _)| !plane.is_empty()) {
         let plane = &mut tile.state[plane];
         for (within, _) in parts(&tile.range.elems, params) {
             let new = &new[bytes_of(&within, 4)];

@@ -17,8 +17,11 @@ use crate::resolve::reports::{Monitor, monitor_of};
 use crate::resolve::schedule::schedule;
 use crate::resolve::{Faults, at_least, bytes, fraction, not_negative, tier, value, within, word};
 use crate::toml::{OwnToml, PackageToml, SchedulerToml, ZeroToml};
-use crate::values::Tier;
+use crate::values::{OptimizerKind, Tier};
 use crate::{deepspeed, files, json};
+
+/// Bytes of a unit above which the experts of a layer are divided: a GPU holds four such units and their gradients, and transfers are long.
+const UNIT_BYTES_MAX: u64 = 512 << 20;
 
 /// Checked settings of a script that the package trains.
 #[derive(Clone, Debug, Serialize)]
@@ -52,6 +55,7 @@ pub struct PackageSettings {
     pub scheduler: Option<SchedulerToml>,
     pub run_dir: Option<PathBuf>,
     pub units: Vec<String>,
+    pub unit_bytes_max: u64,
     pub optimizer_step: &'static str,
     pub resident_fraction: f64,
     /// `None` chooses by the host's memory.
@@ -73,9 +77,11 @@ pub struct PackageSettings {
     pub said: Vec<String>,
 }
 
-/// AdamW's parameters.
+/// An optimizer's parameters.
 #[derive(Clone, Debug, Serialize)]
 pub struct Optimizer {
+    #[serde(rename = "type")]
+    pub kind: OptimizerKind,
     pub lr: f64,
     pub betas: [f64; 2],
     pub eps: f64,
@@ -179,6 +185,7 @@ fn resolve(
                 faults,
             );
             found.map(|found| Optimizer {
+                kind: found.kind,
                 lr: found.lr,
                 betas: found.betas,
                 eps: found.eps,
@@ -235,6 +242,7 @@ fn resolve(
         scheduler: scheduler.cloned(),
         run_dir: own.run_dir.clone(),
         units: own.units.clone().unwrap_or_default(),
+        unit_bytes_max: choices.unit_bytes_max,
         optimizer_step: choices.optimizer_step,
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
@@ -362,6 +370,7 @@ struct Choices {
     shard: &'static str,
     moments: &'static str,
     staging_bytes: u64,
+    unit_bytes_max: u64,
     optimizer_device: Option<&'static str>,
 }
 
@@ -403,6 +412,10 @@ impl Choices {
         ));
         let staging_bytes =
             faults.take(bytes("offloadd.staging_bytes", own.staging_bytes.as_ref()));
+        let unit_bytes_max = faults.take(bytes(
+            "offloadd.unit_bytes_max",
+            own.unit_bytes_max.as_ref(),
+        ));
         for (key, number) in [
             ("offloadd.commit_every", own.commit_every),
             ("offloadd.update_threads", own.update_threads),
@@ -428,6 +441,7 @@ impl Choices {
             shard: shard?,
             moments: moments?,
             staging_bytes: staging_bytes?.unwrap_or(0),
+            unit_bytes_max: unit_bytes_max?.unwrap_or(UNIT_BYTES_MAX),
             optimizer_device: chosen(optimizer_device?),
         })
     }
@@ -481,7 +495,7 @@ mod tests {
         let told = read(json!({
             "train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2},
             "zero_optimization": {"stage": 7, "overlap_com": true, "zero_quantized_weights": true},
-            "optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupDecayLR"}, "bf16": {"enabled": "yes"},
+            "optimizer": {"type": "Adagrad"}, "scheduler": {"type": "WarmupDecayLR"}, "bf16": {"enabled": "yes"},
             "offloadd": {"moments": "fp8", "comit_every": 2, "update_threads": 0}, "offload": {},
         }));
         let told = told.unwrap_err();
@@ -492,7 +506,7 @@ mod tests {
             "zero_optimization.stage: 7: must be 0 to 3",
             "unknown key `zero_optimization.overlap_com`; did you mean `zero_optimization.overlap_comm`?",
             "zero_optimization.zero_quantized_weights is not supported",
-            "optimizer.type: \"Lion\" is not supported: use \"AdamW\" or \"Adam\"",
+            "optimizer.type: \"Adagrad\" is not supported: use \"AdamW\", \"Adam\" or \"Lion\"",
             "scheduler.params.total_num_steps is missing",
             "bf16.enabled: expected true",
             "offloadd.moments: \"fp8\": use \"fp32\" or \"bf16\"",

@@ -113,6 +113,10 @@ keys! {
         /// Classes or patterns of module names whose parameters move together; `prepare(..., units=[...])` takes precedence.
         #[default("found in the module tree")]
         pub units: Option<Vec<String>>,
+        /// Memory that one unit takes where its model lets it be cut: the experts of a layer that is larger are brought in groups, or one
+        /// by one where each is a module.
+        #[default("512MiB")]
+        pub unit_bytes_max: Option<ByteCount>,
         /// Steps between commits, at least 1. The trainer's plan chooses the number by what a commit costs; a script may end at any
         /// line, so each step is committed.
         #[default("1")]

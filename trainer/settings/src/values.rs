@@ -1,7 +1,7 @@
 //! Checked values of settings: what a resolved DeepSpeed file says.
 
 use kernels::adamw::{Moments, UpdateRule};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// An optimizer with decoupled weight decay.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -22,8 +22,9 @@ pub struct OptimizerSettings {
 }
 
 /// Optimizer of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OptimizerKind {
+    #[default]
     AdamW,
     Lion,
 }

@@ -35,7 +35,7 @@ pub fn optimizer(
     let mut kind = OptimizerKind::AdamW;
     match name.to_ascii_lowercase().as_str() {
         "adamw" => {}
-        "lion" if reader == Reader::Trainer => kind = OptimizerKind::Lion,
+        "lion" => kind = OptimizerKind::Lion,
         // DeepSpeed's Adam decouples weight decay by default.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
         "adam" => faults.0.push(value(
@@ -116,9 +116,9 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     let kind = kind.to_ascii_lowercase();
     if reader == Reader::Package {
         return if kind.contains("8bit") || kind.contains("paged") {
-            "use \"AdamW\" with offloadd.moments = \"bf16\", whose moments take 4 bytes a parameter; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
+            "use \"AdamW\" with offloadd.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
         } else {
-            "use \"AdamW\" or \"Adam\""
+            "use \"AdamW\", \"Adam\" or \"Lion\""
         };
     }
     if kind == "adafactor" {
