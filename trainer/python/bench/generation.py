@@ -29,6 +29,8 @@ SHAPE = {
     "max_position_embeddings": 8192, "tie_word_embeddings": False,
 }  # fmt: skip
 
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,7 +45,7 @@ def main():
     args = parser.parse_args()
     shape = SHAPE | {"num_hidden_layers": args.layers}
     if args.tiny:
-        shape |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+        shape |= TINY
     torch.manual_seed(0)
     with torch.device(args.device):
         model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape), dtype=torch.bfloat16).eval()
