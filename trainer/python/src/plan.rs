@@ -81,7 +81,8 @@ impl Outlook {
             DRIVE_WRITE_BYTES_PER_S * drives.max(1) as f64,
         ));
         let last = MetricsFile::last(&plan.run_dir);
-        let params: u64 = settings.units.iter().map(|unit| unit.elems).sum();
+        let updated = settings.units.iter().filter(|unit| unit.trained);
+        let params: u64 = updated.map(|unit| unit.elems).sum();
         let threads = plan.update_threads.max(1) as f64;
         let Bound { s, wall, .. } = bound(
             settings.schedule,

@@ -197,3 +197,23 @@ def test_units_that_come_between_passes_are_announced_together():
     for unit in units[1:]:
         order.outside(unit)
     assert told == [units, [(True, 7), *units[1:]]]
+
+
+def test_units_of_one_module_count_once_among_those_that_come_ahead():
+    ops = [(gradients, unit) for gradients in (False, True) for unit in range(8)]
+    order = Order(lambda rest: None)
+    for _ in range(2):
+        order.begin("train")
+        for op in ops:
+            order.next(op)
+    order.begin("train")
+    order.next(ops[0])
+    assert order.gathers(0, 2, range(8)) == [1, 2]
+    # As a block whose frozen weights and adapters are two units.
+    pairs = [unit // 2 * 2 for unit in range(8)]
+    assert order.gathers(0, 2, pairs) == [1, 2, 3, 4, 5]
+    assert order.gathers(0, 0, pairs) == []
+    for op in ops[1:7]:
+        order.next(op)
+    assert order.gathers(6, 2, pairs) == [7], "the pass ends"
+    assert order.gathers(6, 2, pairs, repeats=True) == [7, 0, 1, 2, 3]

@@ -46,6 +46,9 @@ class Gathering:
             unit.watch = watch(unit.params, parts=unit.parts)
         # The same in the units' order.
         self.together = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
+        # By unit: the first of those that it comes with.
+        first = {unit.index: units[0].index for units in self.together for unit in units}
+        self.group_of = [first[unit.index] for unit in units]
         # Whether the other ranks bring what this one reads, without a script's telling them.
         self.leads = False
         # Whether the run has ended and its tiles are gone.
@@ -79,7 +82,7 @@ class Gathering:
             self.needs.next((False, unit.index))
         deviates = self._expect(unit, record)
         if record:
-            for index in self.needs.gathers(self.memory.ahead, repeats=not self.trains):
+            for index in self.needs.gathers(unit.index, self.memory.ahead, self.group_of, repeats=not self.trains):
                 if not self.units[index].here:
                     self._expect(self.units[index])
         self.memory.ready(unit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable, Hashable
+import itertools
+from typing import Callable, Hashable, Sequence
 
 from ._console import say
 
@@ -57,12 +58,21 @@ class Order:
         self.deviations += deviates
         return deviates
 
-    def gathers(self, count: int, repeats: bool = False) -> list[int]:
-        """The next `count` units that come, as far as the order is known; where the pass `repeats`, those of the next one follow."""
+    def gathers(self, unit: int, count: int, group_of: Sequence[int], repeats: bool = False) -> list[int]:
+        """The units that come after `unit`, as far as the order is known: the rest of its group and the next `count` groups. Where the
+        pass `repeats`, those of the next one follow."""
         if count == 0:
             return []
-        coming = self._rest[self._at :] + (self._known.get(self._kind, []) if repeats else [])
-        return [unit for gradients, unit in coming if not gradients][:count]
+        found, group = [], group_of[unit]
+        for gradients, coming in itertools.chain(self._rest[self._at :], self._known.get(self._kind, []) if repeats else []):
+            if gradients:
+                continue
+            if group_of[coming] != group:
+                if count == 0:
+                    break
+                count, group = count - 1, group_of[coming]
+            found.append(coming)
+        return found
 
     def outside(self, op: Op) -> None:
         """`op` is done between passes, or by something no pass repeats: it is not recorded."""
