@@ -22,7 +22,7 @@ from ranks import on_ranks
 from test_engine import pair
 from test_only_optimizer_ranks import train as sharded
 from test_runs import PROGRAM, config, needs_daemon
-from toy import same_gradients
+from toy import Mixture, randomize, same_gradients
 
 HERE = pathlib.Path(__file__).resolve().parent
 FAKE = HERE.parents[2] / "kernels" / "tests" / "gpu" / "fake"
@@ -116,6 +116,42 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
             optimizer.step()
             optimizer.zero_grad()
         return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead
+
+
+@needs_daemon
+@needs_compiler
+def test_experts_have_the_bits_of_the_processors_and_few_are_there_at_once(fake, tmp_path):
+    losses, weights, _ = mixture_on(0, 1, tmp_path / "cpu", None)
+    ((found, on_gpu, most),) = on_ranks(1, tmp_path / "store", mixture_on, tmp_path / "gpu", "cuda:0", start=functools.partial(start, fake))
+    assert found == losses and all(torch.equal(on_gpu[name], value) for name, value in weights.items())
+    # 18 would be all: one is computed with, one waits, and two come ahead.
+    assert most <= 5
+
+
+def mixture_on(rank, ranks, path, gpu):
+    """Losses and weights of a run whose passes have many rows and few, in turns, and the most experts that were in memory or on their way."""
+    torch.manual_seed(0)
+    model, most = randomize(Mixture()), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("cpu", path, compute_device=gpu, unit_bytes_max=8_000), run_dir=path / "run") as run:
+        gathering, losses = run.engine.gathering, []
+        expect = gathering.memory.expect
+
+        def counted(unit):
+            nonlocal most
+            expect(unit)
+            most = max(most, sum(one.apart and (one.here or one.expected) for one in gathering.units) + unit.apart)
+
+        gathering.memory.expect = counted
+        generator = torch.Generator().manual_seed(1)
+        for step in range(8):
+            losses.append(model(torch.randn(1 if step % 2 else 24, 16, generator=generator), checkpointing=step > 3))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [model(torch.randn(1, 16, generator=generator)) for _ in range(3)]
+        return [loss.item() for loss in losses], {name: value.clone() for name, value in model.state_dict().items()}, most
 
 
 @needs_daemon

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from offloadd._engine import Engine
+from offloadd._experts import Experts
 from offloadd._units import units_of
 
 
@@ -73,13 +74,16 @@ class FakeCore:
 class Offloaded:
     """A model whose units a FakeCore keeps."""
 
-    def __init__(self, model, wanted=None, trains=True):
+    def __init__(self, model, wanted=None, trains=True, unit_bytes_max=None):
         self.model = model
-        units, modules = units_of(model, wanted, trains=trains)
+        experts = Experts(model, wanted, unit_bytes_max)
+        units, modules = units_of(model, wanted, trains=trains, apart=experts.apart)
+        experts.know(units, modules)
         for unit in units:
             unit.place()
+        experts.take()
         self.core = FakeCore(units)
-        self.engine = Engine(model, units, modules, self.core, keep=False)
+        self.engine = Engine(model, units, modules, self.core, keep=False, experts=experts)
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.engine.gathering.release_all()
 
@@ -151,3 +155,40 @@ class Net(nn.Module):
         for number in order if order is not None else range(len(self.blocks)):
             x = self.blocks[number](x)
         return self.head(x).sum()
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+
+class Routed(nn.Module):
+    """A block as models outside of transformers have them: each expert is a module, which is called if it has tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(16), nn.Linear(16, 6)
+        self.experts = nn.ModuleList(Mlp() for _ in range(6))
+
+    def forward(self, x):
+        weights, chosen = self.gate(self.norm(x)).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            row, place = torch.where(chosen == number)
+            out = out.index_add(0, row, self.experts[number](x[row]) * weights[row, place, None])
+        return x + out
+
+
+class Mixture(nn.Module):
+    def __init__(self, layers=3):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Routed() for _ in range(layers)), nn.Linear(16, 1)
+
+    def forward(self, x, checkpointing=False):
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if checkpointing else layer(x)
+        return self.head(x).square().sum()

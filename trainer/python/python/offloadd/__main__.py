@@ -13,6 +13,7 @@ from torch import nn
 from . import _chat, _generate
 from ._config import settings_of
 from ._errors import Error
+from ._experts import Experts
 from ._packed import stand_in
 from ._plan import Plan
 from ._run_dir import delete
@@ -77,7 +78,8 @@ def _plan(given: argparse.Namespace) -> Plan:
             _freeze(model, int(given.trainable), settings.units or None)
     model.to(getattr(torch, given.dtype or settings.precision or "float32"))
     trains = given.trainable is not None or not quantized
-    units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains)
+    experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
+    units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
     if plan.problems:
         print(plan)

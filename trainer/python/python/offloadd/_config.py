@@ -62,6 +62,8 @@ class Settings:
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.
     moments: str
+    # Bytes of a unit above which the experts of a layer are divided.
+    unit_bytes_max: int
     commit_every: int
     staging_bytes: int
     # "cpu", "gpu" or "shared"; by where the model computes and the state lies if None.

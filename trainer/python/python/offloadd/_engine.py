@@ -22,6 +22,7 @@ from torch import nn
 
 from . import _native
 from ._errors import Error, NotSupported
+from ._experts import Experts
 from ._forwards import Forwards, calls_of, in_backward, returned, tensors_in
 from ._gathering import Gathering
 from ._gradients import Gradients
@@ -46,15 +47,26 @@ _outside_of_graphs = functools.partial(torch.compiler.disable, **_REASON)
 class Engine:
     """The hooks of one model, which move its units."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool, ranks: Optional[Ranks] = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        modules: dict[int, nn.Module],
+        core: Any,
+        keep: bool,
+        ranks: Optional[Ranks] = None,
+        experts: Optional[Experts] = None,
+    ) -> None:
         self.model, self.core = model, core
         self.forwards = Forwards()
-        self.gathering = Gathering(model, units, modules, core, keep, ranks or Ranks(), self.forwards)
+        self.gathering = Gathering(model, units, modules, core, keep, ranks or Ranks(), self.forwards, experts)
         # Units whose backward has begun: for each use of them the graph task and the number of the use's first node.
         self._active: dict[Unit, list[tuple[int, int]]] = {}
         # The function holds no engine, which holds the reading.
         active = self._active
         self.reading = Reading(self.gathering, self.forwards, lambda unit, task: active.setdefault(unit, []).append((task, 0)))
+        for packed in self.gathering.experts.packed:
+            packed.reading = self.reading
         self.gradients = Gradients(self.gathering, core)
         # Forwards of the model, or of parts of it by themselves, that have begun.
         self.passes = 0
@@ -127,9 +139,14 @@ class Engine:
         with_grad = torch.is_grad_enabled()
         if not self.forwards and not with_grad:
             self.core.phase(ELSEWHERE)
+        comes_again = False
         if with_grad and output is not None:
-            self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
+            comes_again = self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
         if in_backward():
+            for unit in units if comes_again else ():
+                if unit.apart and unit not in self._active:
+                    # A checkpoint's forward passes all experts of a layer before the first one's backward.
+                    self.gathering.release(unit)
             return output
         for unit in units + companions:
             if unit.here and self.forwards and returned(unit, output):
@@ -142,13 +159,17 @@ class Engine:
         self.gathering.refuse_noted()
         return output
 
-    def _hook_made(self, output, number: int, units: list[Unit], first: int) -> None:
-        """Brings `units` for the backward of what was made since `number`: what is handed through belongs to an older node."""
+    def _hook_made(self, output, number: int, units: list[Unit], first: int) -> bool:
+        """Brings `units` for the backward of what was made since `number`: what is handed through belongs to an older node. Returns whether
+        something was made."""
+        found = False
         for one in tensors_in(output):
             if one.requires_grad and one.grad_fn is not None:
                 made = one.grad_fn._sequence_nr()
                 if made >= number:
                     one.register_hook(functools.partial(self._before_backward, units, made, first))
+                    found = True
+        return found
 
     # Backward
 
@@ -195,6 +216,7 @@ class Engine:
                 self.gradients.hand_over_left(unit, left)
             self.gathering.release(unit)
         self._active.clear()
+        self.gradients.hand_over_unused()
         self.gradients.end_backward()
         self.core.phase(ELSEWHERE)
         self.gradients.show()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+from ._experts import Experts
 from ._forwards import Forwards
 from ._memory import HostMemory, Memory
 from ._order import Order
@@ -32,7 +33,21 @@ _LEADS = "save weights"
 class Gathering:
     """The units of one model, some of which are in memory."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool, ranks: Ranks, forwards: Forwards) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        modules: dict[int, nn.Module],
+        core: Any,
+        keep: bool,
+        ranks: Ranks,
+        forwards: Forwards,
+        experts: Optional[Experts] = None,
+    ) -> None:
+        self.experts = experts or Experts(model)
+        self.experts.know(units, modules)
+        for packed in self.experts.packed:
+            packed.agree = self._used_by_any
         self.model, self.units, self.keep, self.ranks, self.forwards = model, units, keep, ranks, forwards
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
@@ -51,6 +66,10 @@ class Gathering:
         self.group_of = [first[unit.index] for unit in units]
         # Whether the other ranks bring what this one reads, without a script's telling them.
         self.leads = False
+        # Experts that are on their way before they are needed, in that order.
+        self._came_ahead: dict[Unit, None] = {}
+        # Bytes of experts that were brought.
+        self.brought_bytes = 0
         # Whether the run has ended and its tiles are gone.
         self.ended = False
         # A parameter that a script has written while it was in memory.
@@ -78,20 +97,37 @@ class Gathering:
             self._note_written(unit)
         if self.leads:
             self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
-        if record:
-            self.needs.next((False, unit.index))
+        if unit.apart and self.forwards and not torch.is_grad_enabled():
+            # A few tokens choose few experts, and others than the pass before: nothing of an earlier pass says which.
+            record = False
+        if record and self.needs.next((False, unit.index)) and unit.apart:
+            self._drop_unused()
         deviates = self._expect(unit, record)
         if record:
             for index in self.needs.gathers(unit.index, self.memory.ahead, self.group_of, repeats=not self.trains):
                 if not self.units[index].here:
                     self._expect(self.units[index])
+                    if self.units[index].apart:
+                        self._came_ahead[self.units[index]] = None
         self.memory.ready(unit)
         self.ranks.transfers.gather(unit, self.forwards.position, changed=not unit.fresh)
         if deviates:
             self.order.waited_s += time.perf_counter() - began
+        self._came_ahead.pop(unit, None)
+        self.brought_bytes += unit.bytes * unit.apart
         unit.expected, unit.fresh, unit.here = False, True, True
         self._open(unit)
         unit.watch.begin()
+
+    def _drop_unused(self) -> None:
+        """Releases experts that came ahead as in an earlier pass, and that this one has passed over: they would add up."""
+        for unit in self._came_ahead:
+            self.release(unit)
+        self._came_ahead.clear()
+
+    def _used_by_any(self, what: str, used: list[bool]) -> list[bool]:
+        """Which of a layer's experts some rank uses: all ranks bring them together."""
+        return used if self.ranks.count == 1 or self.whole else [bool(one) for one in self.ranks.any(what, bytes(used))]
 
     def _open(self, unit: Unit) -> None:
         if unit.guarded:
@@ -243,7 +279,8 @@ class Gathering:
 
     def name(self, param: torch.Tensor) -> str:
         """The name of a parameter in the model."""
-        return next((name for name, one in self.model.named_parameters() if one is param), f"a parameter of shape {tuple(param.shape)}")
+        names = (name for name, one in self.model.named_parameters() if one is param)
+        return next(names, None) or self.experts.name(self.model, param) or f"a parameter of shape {tuple(param.shape)}"
 
     def _note_written(self, unit: Unit) -> None:
         found = unit.watch.end()

@@ -41,9 +41,13 @@ class Generated:
     tokens: int = 0
     passes: int = 0
     s: float = 0.0
+    # The part of the weights that a pass read: less than all where tokens choose experts.
+    part: float = 1.0
 
     def __add__(self, other: "Generated") -> "Generated":
-        return Generated(self.rows + other.rows, self.tokens + other.tokens, self.passes + other.passes, self.s + other.s)
+        passes = self.passes + other.passes
+        part = (self.part * self.passes + other.part * other.passes) / passes if passes else 1.0
+        return Generated(self.rows + other.rows, self.tokens + other.tokens, passes, self.s + other.s, part)
 
     def line(self, bound: Optional[Bound]) -> str:
         """What was reached, for people. A bound of the passes is one of the tokens, too."""
@@ -51,7 +55,8 @@ class Generated:
         if bound is None or not self.passes:
             return text
         return (
-            f"{text}; bound {self.tokens / (self.passes * bound.s):.3g} tokens/s: {self.passes} passes over {bytes_text(bound.bytes)} of weights at "
+            f"{text}; bound {self.tokens / (self.passes * self.part * bound.s):.3g} tokens/s: {self.passes} passes over "
+            f"{bytes_text(int(self.part * bound.bytes))} of weights at "
             f"{bound.bytes_per_s / 1e9:.3g} GB/s from {bound.by}"
         )
 
@@ -75,16 +80,17 @@ class Meter:
         @functools.wraps(plain)
         def generate(*args: Any, **kwargs: Any) -> Any:
             engine = self._engine
-            passes, began = engine.passes, time.perf_counter()
+            passes, brought, began = engine.passes, engine.gathering.brought_bytes, time.perf_counter()
             result = plain(*args, **kwargs)
             took = time.perf_counter() - began
+            passes, brought = engine.passes - passes, engine.gathering.brought_bytes - brought
             made = getattr(result, "sequences", result)
             if not isinstance(made, torch.Tensor):
                 return result
             given = next((one for one in (kwargs.get("input_ids"), kwargs.get("inputs"), *args[:1]) if isinstance(one, torch.Tensor)), None)
             prompt = 0 if given is None else given.shape[-1]
             length = made.shape[-1] - (1 if getattr(getattr(engine.model, "config", None), "is_encoder_decoder", False) else prompt)
-            self.last = Generated(len(made), len(made) * length, engine.passes - passes, took)
+            self.last = Generated(len(made), len(made) * length, passes, took, self._part(passes, brought))
             # On all ranks at once. Where all weights stay in memory, their bytes bound nothing.
             bound = None if engine.gathering.whole else self.bound
             if self.tells and time.monotonic() - self._said_s >= _LINE_S:
@@ -93,6 +99,12 @@ class Meter:
             return result
 
         return generate
+
+    def _part(self, passes: int, brought_bytes: int) -> float:
+        """The part of all weights that each of some passes read, which brought so many bytes of experts."""
+        units = self._engine.gathering.units
+        always, all_ = (sum(unit.bytes for unit in units if not (unit.apart and only)) for only in (True, False))
+        return (always + brought_bytes / passes) / all_ if passes else 1.0
 
     @property
     def bound(self) -> Bound:

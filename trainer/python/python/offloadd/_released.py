@@ -33,7 +33,7 @@ _version = operator.attrgetter("_version")
 BEFORE = "change parameters before offloadd.prepare or after close() of the run, or between steps with run.load_state_dict({name: value}, strict=False)"
 
 # What a released parameter answers by itself: it needs no values, or the parameter and not its values.
-_ITSELF = {
+ITSELF = {
     getattr(_Tensor, name).__get__
     for name in (
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
@@ -52,7 +52,7 @@ _ITSELF = {
 }
 
 # Operations that give a parameter another storage.
-_REPLACES = {
+REPLACES = {
     _Tensor.data.__set__: "assigning .data",
     _Tensor.resize_: "resize_",
     _Tensor.share_memory_: "share_memory_",
@@ -111,7 +111,7 @@ class Released(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _ITSELF:
+        if func in ITSELF:
             with AS_TENSORS():
                 return func(*args, **kwargs)
         if func in _BACKWARD:
@@ -141,10 +141,10 @@ class Released(nn.Parameter):
             reader.check_trainable(args[0], *args[1:], **kwargs)
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        if func in _REPLACES and isinstance(args[0], Released):
+        if func in REPLACES and isinstance(args[0], Released):
             if func == _Tensor.data.__set__ and reader.is_same(args[0], args[1]):
                 return None
-            raise replaced(_REPLACES[func], args[0])
+            raise replaced(REPLACES[func], args[0])
         return reader.read(away, func, args, kwargs)
 
     # PyTorch hands these to no __torch_function__.
@@ -311,14 +311,20 @@ def _address(one: _Tensor) -> Optional[int]:
     return storage.data_ptr() if storage.nbytes() else None
 
 
-def on_copies(reader: Reader, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _copy_of(param: nn.Parameter) -> _Tensor:
+    return param.clone() if torch.is_grad_enabled() and param.requires_grad else param.detach().clone()
+
+
+def on_copies(
+    reader: Reader, params: list[nn.Parameter], func: Callable[..., Any], args: Any, kwargs: Any, copy_of: Callable[[Any], _Tensor] = _copy_of
+) -> Any:
     """Calls `func` with copies in place of released parameters, whose units are in memory. Gradients reach the parameters."""
     copies: dict[int, _Tensor] = {}
     with torch.inference_mode(False):
         for param in params:
             if id(param) not in copies:
                 # Copies of inference mode would not count their changes.
-                copies[id(param)] = copy = param.clone() if torch.is_grad_enabled() and param.requires_grad else param.detach().clone()
+                copies[id(param)] = copy = copy_of(param)
                 copy.origin = Origin(functools.partial(_in_tiles, reader.name, param), reader, reader.steps, param)
     if func in _GRAPH and len(args) == 2 and args[0] is args[1]:
         # A way to ask for the node that accumulates the gradient: the next one of the copy's.

@@ -26,10 +26,11 @@ from torch import nn
 from . import _opening
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._commits import Commits
-from ._config import Config, settings_of
+from ._config import Config, Settings, settings_of
 from ._console import say
 from ._engine import Engine
 from ._errors import Error, LayoutChanged
+from ._experts import Experts
 from ._generation import Meter
 from ._layout import Layout
 from ._memory import gpu_of
@@ -91,28 +92,54 @@ def prepare(
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = not settings.parameters_stay or on_meta
-    found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients, trains)
-    ranks = Ranks()
-    if plan_only:
-        return Plan(settings, directory, found, ranks.places)
-    if weights is not None and not on_meta:
-        raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
+    wanted, ranks = units or settings.units or None, Ranks()
+    experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, together=ranks.count > 1)
+    try:
+        experts.cut_optimizer(optimizer)
+        found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart)
+        if plan_only:
+            return Plan(settings, directory, found, ranks.places)
+        if weights is not None and not on_meta:
+            raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
+        run = _opened(model, optimizer, settings, directory, found, modules, experts, list(track), weights, ranks, resume)
+    finally:
+        if getattr(model, "_offloadd_run", None) is None:
+            experts.undo(optimizer)
+    renew(optimizer_of_script)
+    return run
+
+
+def _opened(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    directory: Path,
+    found: list[Unit],
+    modules: dict[int, nn.Module],
+    experts: Experts,
+    track: list,
+    weights: Optional[Union[str, os.PathLike]],
+    ranks: Ranks,
+    resume: bool,
+) -> "Run":
+    """Opens a run in `directory`."""
+    trains = not isinstance(optimizer, Untrained)
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
     ranks.open(sum(len(unit.params) for unit in found))
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.places, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
-        begin = lambda: Run(model, optimizer, plan, found, modules, list(track), given, ranks, resume)
+        begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume)
         try:
             try:
-                run = begin()
+                return begin()
             except (LayoutChanged, WeightsDiffer):
                 if trains or resume or not is_untrained(plan.run_dir):
                     raise
                 # Only a copy of the weights of another model.
                 ranks.together("remove other weights", lambda: remove_weights(plan.run_dir) if ranks.first_of_node else None)
-                run = begin()
+                return begin()
         except BaseException:
             disclaim(plan.run_dir)
             raise
@@ -120,8 +147,6 @@ def prepare(
         ranks.meetings.end(f"{type(error).__name__}: {error}")
         ranks.meetings.close()
         raise
-    renew(optimizer_of_script)
-    return run
 
 
 class Run:
@@ -134,6 +159,7 @@ class Run:
         plan: Plan,
         found: list[Unit],
         modules: dict[int, nn.Module],
+        experts: Experts,
         track: list,
         weights: Optional[Weights],
         ranks: Ranks,
@@ -158,7 +184,7 @@ class Run:
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
-        self.engine = Engine(model, found, modules, self.core, keep=self.settings.parameters_stay, ranks=ranks)
+        self.engine = Engine(model, found, modules, self.core, keep=self.settings.parameters_stay, ranks=ranks, experts=experts)
         reports = Reports(self.settings, self.run_dir, ranks, self.core, optimizer)
         self.commits = Commits(self.settings, state_dir, layout, reports, ranks, self.core, self.engine, optimizer, track)
         self.engine.before_pass = self.commits.before_pass
@@ -350,6 +376,7 @@ class Run:
                 self.core.drain()
                 if (failed is None or ranks.count == 1) and has_room(self.commits, self.moments, keep):
                     return_values(self.commits, self.moments)
+                    self.engine.gathering.experts.end(self.optimizer)
             # The daemon ends with the part of its node's first rank.
             if ranks.first_of_node and not meetings.broken:
                 ranks.meet("leave the run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Optional, Sequence
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ class Unit:
     trained: bool = True
     # Whether it holds what is in no block: it stays from the model's forward to the end of its backward.
     root: bool = False
+    # Whether it comes for a part of a block's forward: experts.
+    apart: bool = False
     # Where each parameter has its bytes.
     packed: list[Packed] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -197,11 +199,16 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
 
 
 def units_of(
-    model: nn.Module, wanted: Optional[Sequence], frozen: bool = True, fp32_gradients: bool = False, trains: bool = True
+    model: nn.Module,
+    wanted: Optional[Sequence],
+    frozen: bool = True,
+    fp32_gradients: bool = False,
+    trains: bool = True,
+    apart: Optional[Mapping[nn.Module, nn.Module]] = None,
 ) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
     frozen parameters stay where they are. Gradients lie in tiles in fp32 or in the parameters' type. Unless the run `trains`, no unit is
-    trained, whatever requires gradients.
+    trained, whatever requires gradients. Modules of blocks that are in `apart` are units of their own, which come with the module it names.
     """
     users = users_of(model)
     params = [param for param in model.parameters() if param.requires_grad or frozen]
@@ -213,7 +220,8 @@ def units_of(
 
     taken: set[int] = set()
     candidates = []
-    for name, module in blocks_of(model, wanted):
+    apart = apart or {}
+    for name, module in _blocks_and(apart, model, wanted):
         inside = set(map(id, module.modules()))
         # What others use too belongs to the root: it must be there for all of them.
         own = [
@@ -234,21 +242,30 @@ def units_of(
             groups.setdefault((not (trains and param.requires_grad), packed[id(param)].part.dtype, param.is_meta), []).append(param)
         for (frozen, dtype, _), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), one[0][2])):
             kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * (trains and frozen)
-            modules[len(units)] = module
+            modules[len(units)] = apart.get(module, module)
             label = f"{name} ({', '.join(kind)})" if kind else name
             of_unit = [packed[id(param)] for param in of_group]
-            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model, packed=of_unit)
+            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model, apart=apart.get(module) is module, packed=of_unit)
             unit.gradient_dtype = torch.float32 if fp32_gradients else dtype
             units.append(unit)
 
     for name, module, own in candidates:
-        if own and bytes_of(own) * SMALL_PART >= largest:
+        if own and (module in apart or bytes_of(own) * SMALL_PART >= largest):
             add(name, module, own)
             in_blocks.update(map(id, own))
     rest = [param for param in dict.fromkeys(params) if id(param) not in in_blocks]
     if rest:
         add("(root)", model, rest)
     return units, modules
+
+
+def _blocks_and(apart: Mapping[nn.Module, nn.Module], model: nn.Module, wanted: Optional[Sequence]) -> Iterator[tuple[str, nn.Module]]:
+    """The model's blocks, and before each of them what is `apart` within it."""
+    for name, block in blocks_of(model, wanted):
+        for inner, module in block.named_modules() if apart else ():
+            if module in apart:
+                yield f"{name}.{inner}", module
+        yield name, block
 
 
 def _check(params: list[nn.Parameter], trains: bool) -> None:

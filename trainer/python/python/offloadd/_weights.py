@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+from ._experts import Group, Whole, part_of
 from ._gathering import Gathering
 from ._packed import is_wrapper
 from ._units import Unit
@@ -30,7 +31,8 @@ Convert = Callable[[State], State]
 
 
 class Blocks:
-    """A model's state by the units that come together: what is in no unit comes with the last of them."""
+    """A model's state by the units that come together: what is in no unit comes with the last of them. Parameters whose experts are in groups are
+    blocks of their own."""
 
     def __init__(self, gathering: Gathering, state: Mapping[str, Any]) -> None:
         self.gathering, self.state = gathering, state
@@ -39,8 +41,11 @@ class Blocks:
         block_of = {unit: index for index, units in enumerate(together) for unit in units}
         self.names: list[list[str]] = [[] for _ in together]
         for name, value in self.tensors.items():
+            if type(value) is Whole:
+                continue
             unit = gathering.unit_of.get(id(value))
             self.names[block_of[unit] if unit else -1].append(name)
+        self.names += [[name] for name, value in self.tensors.items() if type(value) is Whole]
 
     def shapes(self) -> State:
         """The whole state on the meta device, to be written by safetensors."""
@@ -52,6 +57,10 @@ class Blocks:
     @contextlib.contextmanager
     def values(self, block: int) -> Iterator[State]:
         """The state of one block, in memory meanwhile."""
+        if block >= len(self.gathering.together):
+            (name,) = self.names[block]
+            yield {name: joined(self.gathering, self.tensors[name])}
+            return
         with contextlib.ExitStack() as stack:
             for unit in self.gathering.together[block]:
                 stack.enter_context(self.gathering.gathered(unit))
@@ -67,8 +76,19 @@ class Blocks:
                     key = id(self.tensors[name])
                     if key in self.gathering.unit_of and key not in copied:
                         copied[key] = value.clone()
-                    found[name] = copied.get(key, value)
+                    found[name] = copied.get(key, value).to(self.tensors[name].device)
         return found
+
+
+def joined(gathering: Gathering, whole: Whole) -> torch.Tensor:
+    """A copy of a parameter whose experts are in groups, in host memory. One group is in memory at a time."""
+    found = torch.empty(whole.shape, dtype=whole.dtype, device="cpu")
+    at = 0
+    for part in whole.parts:
+        with gathering.gathered(gathering.unit_of[id(part)]):
+            found[at : at + len(part)].copy_(part.detach())
+        at += len(part)
+    return found
 
 
 def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Mapping[str, str], blocks: Blocks, convert: Convert) -> None:
@@ -156,13 +176,15 @@ def trained_state(model: nn.Module, gathering: Gathering) -> State:
     names: dict[Optional[Unit], list[str]] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
-        names.setdefault(gathering.unit_of.get(id(value)), []).append(name)
+        if type(value) is not Whole:
+            names.setdefault(gathering.unit_of.get(id(value)), []).append(name)
     found = {name: state[name].detach().clone() for name in names.pop(None, ())}
     for unit, of_unit in names.items():
         if unit.trained:
             with gathering.gathered(unit):
                 found.update((name, state[name].detach().clone()) for name in of_unit)
-    return found
+    wholes = {name: value for name, value in state.items() if type(value) is Whole and value.requires_grad}
+    return {**found, **{name: joined(gathering, value) for name, value in wholes.items()}}
 
 
 def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
@@ -170,13 +192,17 @@ def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
     names: dict[Optional[Unit], dict[int, str]] = {}
     state = {name: value for name, value in gathering.model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
-        names.setdefault(gathering.unit_of.get(id(value)), {}).setdefault(id(value), name)
+        if type(value) is not Whole:
+            names.setdefault(gathering.unit_of.get(id(value)), {}).setdefault(id(value), name)
     for name in names.pop(None, {}).values():
         yield name, state[name].detach().clone()
     for unit in gathering.units:
         with gathering.gathered(unit):
             for name in names.get(unit, {}).values():
                 yield name, state[name].detach().clone()
+    for name, value in state.items():
+        if type(value) is Whole:
+            yield name, joined(gathering, value)
 
 
 def _save_by_blocks(model: nn.Module, gathering: Gathering, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,9 +383,13 @@ class Weights:
     def value_of(self, param: torch.Tensor, names: list[str]) -> torch.Tensor:
         """The tensor that has one of `names` and a parameter's shape."""
         name = next((name for name in names if name in self._file_of), None)
-        if name is None:
+        part = part_of(names[0]) if name is None else None
+        if part is not None and part[0] in self._file_of:
+            name, value = part[0], self._file_of[part[0]].get_slice(part[0])[part[1]]
+        elif name is not None:
+            value = self._file_of[name].get_tensor(name)
+        else:
             raise Error(f"weights: {self.path} has no {names[0]}; its names must be those of the model's state_dict")
-        value = self._file_of[name].get_tensor(name)
         if value.shape != param.shape:
             raise Error(f"weights: {self.path} has {name} {tuple(value.shape)} where the model has {tuple(param.shape)}")
         return value
@@ -380,6 +410,8 @@ def begin(model: nn.Module, here: set[int], done: set[int], weights: Optional[We
             if not all(id(param) in here for param in own):
                 raise NotSupported(f"{name}: its parameters lie in several units, so it cannot begin by itself; pass weights= to offloadd.prepare")
             done.add(id(module))
+            if isinstance(module, Group):
+                raise NotSupported(f"{name}: these experts are a part of a layer's, so they cannot begin by themselves; pass weights= to offloadd.prepare")
             if hasattr(model, "_init_weights"):
                 model._init_weights(module)
             elif hasattr(module, "reset_parameters"):
