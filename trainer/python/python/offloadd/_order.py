@@ -63,14 +63,16 @@ class Order:
         pass `repeats`, those of the next one follow."""
         if count == 0:
             return []
-        found, group = [], group_of[unit]
+        found, came = [], {unit}
         for gradients, coming in itertools.chain(self._rest[self._at :], self._known.get(self._kind, []) if repeats else []):
             if gradients:
                 continue
-            if group_of[coming] != group:
+            # A unit that comes again does so for another use of its module.
+            if group_of[coming] != group_of[next(iter(came))] or coming in came:
                 if count == 0:
                     break
-                count, group = count - 1, group_of[coming]
+                count, came = count - 1, set()
+            came.add(coming)
             found.append(coming)
         return found
 
