@@ -40,6 +40,8 @@ pub(crate) struct Driver<H> {
     slots: ByKind<Vec<Option<Slot>>>,
     /// Scratch tile of each range's gradients, unless they are kept in host memory.
     grad_tiles: Vec<Option<TileIndex>>,
+    /// Ranges that the trainer gets with the next reply: a message for each would cost more than the copy of its tile.
+    lending: Vec<Lease>,
     /// Slot numbers of lent ranges.
     away: HashMap<u32, ByKind<Option<SlotNumber>>>,
     /// Operations in flight, by the daemon's tile index.
@@ -108,6 +110,7 @@ impl<H: Clone> Driver<H> {
             arena,
             slots,
             grad_tiles,
+            lending: Vec::new(),
             away: HashMap::new(),
             inflight: HashMap::new(),
             stall: Stall::default(),
@@ -173,13 +176,18 @@ impl<H: Clone> Driver<H> {
                 }
                 idle = false;
             }
-            if self.completions()? || !idle {
+            let completed = self.completions()?;
+            self.lend();
+            if completed || !idle {
                 continue;
             }
             match &mut self.arena {
                 Arena::Memory(_) => match messages.recv() {
                     Ok(Message::Close { in_order }) => return Ok(in_order),
-                    Ok(message) => self.take(message)?,
+                    Ok(message) => {
+                        self.take(message)?;
+                        self.lend();
+                    }
                     Err(_) => return Ok(false),
                 },
                 Arena::Session(session) => {
@@ -251,10 +259,13 @@ impl<H: Clone> Driver<H> {
                 }
                 self.event(Event::Request(request))
             }
-            Message::Returned(lent) => {
-                let range = lent.range;
-                self.put_back(lent);
-                self.event(Event::Returned { range })
+            Message::Returned(all) => {
+                for lent in all {
+                    let range = lent.range;
+                    self.put_back(lent);
+                    self.event(Event::Returned { range })?;
+                }
+                Ok(())
             }
             Message::Updated {
                 lent,
@@ -457,7 +468,7 @@ impl<H: Clone> Driver<H> {
             }
             Action::Lend { range, slots } => {
                 let lent = self.lease(range, slots);
-                self.reply(Reply::Lend(lent));
+                self.lending.push(lent);
                 Ok(())
             }
             Action::Commit { .. } => {
@@ -477,6 +488,7 @@ impl<H: Clone> Driver<H> {
                 self.asked = false;
                 let io = self.io;
                 let spans = std::mem::take(&mut self.spans);
+                self.lend();
                 self.reply(Reply::Done { io, spans });
                 Ok(())
             }
@@ -541,6 +553,14 @@ impl<H: Clone> Driver<H> {
             if let Some(slot) = slots[kind] {
                 self.slots[kind][slot.0 as usize] = bytes;
             }
+        }
+    }
+
+    /// Sends what has been lent since the last reply.
+    fn lend(&mut self) {
+        if !self.lending.is_empty() {
+            let lent = std::mem::take(&mut self.lending);
+            self.reply(Reply::Lend(lent));
         }
     }
 

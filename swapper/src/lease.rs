@@ -42,8 +42,8 @@ pub(crate) enum Message<H> {
         hyper: Option<H>,
         blob: Option<Vec<u8>>,
     },
-    /// The trainer returns a range.
-    Returned(Lease),
+    /// The trainer returns ranges.
+    Returned(Vec<Lease>),
     /// A worker has updated a range.
     Updated {
         lent: Lease,
@@ -68,8 +68,8 @@ pub(crate) enum Message<H> {
 /// Answers to the trainer.
 #[derive(Debug)]
 pub(crate) enum Reply {
-    /// The next range of the requested unit.
-    Lend(Lease),
+    /// The next ranges of the requested unit.
+    Lend(Vec<Lease>),
     /// The request is served. `io` counts from the start; `spans` are those since the previous answer.
     Done { io: StepIo, spans: Spans },
     /// The owner has failed and serves nothing more.

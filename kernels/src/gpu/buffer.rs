@@ -200,7 +200,9 @@ impl Gpu {
             // SAFETY: the device range is allocated (checked by `address`); the caller promises the host range, each part
             // of which is one of the pieces.
             let code = unsafe { (self.driver().copy_up)(address, from, run.bytes, stream.raw()) };
-            self.check(code, || format!("copying {} bytes to the device", run.bytes))?;
+            self.check(code, || {
+                format!("copying {} bytes to the device", run.bytes)
+            })?;
         }
         Ok(())
     }
@@ -224,7 +226,9 @@ impl Gpu {
             let to = std::ptr::with_exposed_provenance_mut(run.host);
             // SAFETY: as in `enqueue_upload`.
             let code = unsafe { (self.driver().copy_down)(to, address, run.bytes, stream.raw()) };
-            self.check(code, || format!("copying {} bytes from the device", run.bytes))?;
+            self.check(code, || {
+                format!("copying {} bytes from the device", run.bytes)
+            })?;
         }
         Ok(())
     }

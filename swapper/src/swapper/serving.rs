@@ -51,7 +51,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let mut lent: Vec<Lease> = Vec::new();
         loop {
             match self.reply(lent.is_empty()) {
-                Ok(Some(Reply::Lend(one))) => lent.push(one),
+                Ok(Some(Reply::Lend(more))) => lent.extend(more),
                 Ok(Some(Reply::Done { io, spans })) => {
                     self.spans.append(spans);
                     let waited_ns = self.waited.as_nanos() as u64;
@@ -68,9 +68,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                         self.stopped = true;
                         return Err(error);
                     }
-                    for lent in lent.drain(..) {
-                        self.send(Message::Returned(lent))?;
-                    }
+                    let lent = std::mem::take(&mut lent);
+                    self.send(Message::Returned(lent))?;
                 }
                 Err(error) => {
                     self.abandoned = true;
@@ -124,7 +123,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     fn finish_abandoned(&mut self) -> Result<(), SwapperError> {
         while self.abandoned {
             match self.reply(true)? {
-                Some(Reply::Lend(one)) => self.send(Message::Returned(one))?,
+                Some(Reply::Lend(lent)) => self.send(Message::Returned(lent))?,
                 Some(Reply::Done { spans, .. }) => {
                     self.spans.append(spans);
                     self.abandoned = false;
