@@ -75,9 +75,10 @@ ALL = [(name, how, kind) for name in CONFIGS for how in ("eager", "grouped_mm") 
 @pytest.mark.parametrize("name, how, checkpointing", ALL if ALL_CASES else CASES)
 def test_groups_of_packed_experts_have_plain_pytorchs_bits(name, how, checkpointing):
     plain, ours = make(name, how, checkpointing), make(name, how, checkpointing)
-    offloaded = Offloaded(ours, unit_bytes_max=BYTES_MAX)
+    # One expert a group.
+    offloaded = Offloaded(ours, unit_bytes_max=6_700)
     groups = [unit for unit in offloaded.engine.gathering.units if unit.apart]
-    assert len(groups) == 2 * (3 if name == "mixtral" else 4) and all(unit.bytes <= BYTES_MAX for unit in groups)
+    assert len(groups) == 2 * (6 if name == "mixtral" else 8) and all(unit.bytes <= 6_700 for unit in groups)
     for step in range(3):
         batch = text(step)
         plain.zero_grad()
@@ -88,8 +89,12 @@ def test_groups_of_packed_experts_have_plain_pytorchs_bits(name, how, checkpoint
         loss.backward()
         assert not offloaded.live(), "a unit stays after backward"
         assert not same_gradients(plain, joined(offloaded.take_gradients()))
-    # What is in no block, a block without experts, and two groups: one is computed with, and a checkpoint's other one waits for its backward.
-    assert offloaded.core.here_max <= 4
+    # What is in no block, a block without experts, and a group; with checkpoints three more at most.
+    assert offloaded.core.here_max <= (6 if checkpointing else 3)
+    brought = sum(not gradients and offloaded.engine.gathering.units[unit].apart for gradients, unit in offloaded.core.done)
+    assert brought <= (3 if checkpointing else 2) * 3 * len(groups) - (3 * 2 * 2 if checkpointing else 0), (
+        "the last of a checkpoint's forward stay for their backward"
+    )
 
 
 def test_groups_without_tokens_are_not_brought_and_their_gradients_are_zero():
@@ -122,7 +127,8 @@ def test_experts_that_are_modules_have_plain_pytorchs_bits(checkpointing):
         plain(x, checkpointing).backward()
         ours(x, checkpointing).backward()
         assert not offloaded.live() and not same_gradients(plain, offloaded.take_gradients())
-    assert offloaded.core.here_max <= 4 < 7
+    # Of eight.
+    assert offloaded.core.here_max <= (5 if checkpointing else 3)
 
 
 # Whole runs
