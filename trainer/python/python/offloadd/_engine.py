@@ -132,7 +132,8 @@ class Engine:
         gathering.release_before_pass()
         self.before_pass()
         pinned = any(unit.pins for unit in gathering.units)
-        kind = gradients.kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first, pinned)
+        gathering.with_gradients = torch.is_grad_enabled()
+        kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, pinned)
         gathering.order.begin(kind)
         gathering.needs.begin(kind)
 
