@@ -70,8 +70,8 @@ class Engine:
         # The function holds no engine, which holds the reading.
         active = self._active
         self.reading = Reading(self.gathering, self.forwards, lambda unit, task: active.setdefault(unit, []).append((task, 0)))
-        for packed in self.gathering.experts.packed:
-            packed.reading = self.reading
+        for cut in self.gathering.experts.cuts:
+            cut.reading = self.reading
         self.gradients = Gradients(self.gathering, core)
         # Forwards of the model, or of parts of it by themselves, that have begun.
         self.passes = 0

@@ -46,8 +46,8 @@ class Gathering:
     ) -> None:
         self.experts = experts or Experts(model)
         self.experts.know(units, modules)
-        for packed in self.experts.packed:
-            packed.agree = self._used_by_any
+        for cut in self.experts.cuts:
+            cut.agree = self._used_by_any
         self.model, self.units, self.keep, self.ranks, self.forwards = model, units, keep, ranks, forwards
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
