@@ -36,6 +36,9 @@ from ._watch import unwatch
 # Where the program is, for the seconds of a step's parts.
 ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
 
+# Groups of experts that stay for their backward after a checkpoint's forward.
+_KEPT_MAX = 2
+
 # What torch.compile(fullgraph=True) tells of the hooks.
 _NO_FULL_GRAPH = "offloadd brings and releases parameters here: leave fullgraph=True out, or compile forwards of blocks, as in "
 _NO_FULL_GRAPH += "block.forward = torch.compile(block.forward, fullgraph=True) before offloadd.prepare"
@@ -62,11 +65,13 @@ class Engine:
         self.gathering = Gathering(model, units, modules, core, keep, ranks or Ranks(), self.forwards, experts)
         # Units whose backward has begun: for each use of them the graph task and the number of the use's first node.
         self._active: dict[Unit, list[tuple[int, int]]] = {}
+        # Experts that a checkpoint's forward has brought, whose backward has not begun.
+        self._kept: list[Unit] = []
         # The function holds no engine, which holds the reading.
         active = self._active
         self.reading = Reading(self.gathering, self.forwards, lambda unit, task: active.setdefault(unit, []).append((task, 0)))
-        for packed in self.gathering.experts.packed:
-            packed.reading = self.reading
+        for cut in self.gathering.experts.cuts:
+            cut.reading = self.reading
         self.gradients = Gradients(self.gathering, core)
         # Forwards of the model, or of parts of it by themselves, that have begun.
         self.passes = 0
@@ -127,7 +132,8 @@ class Engine:
         gathering.release_before_pass()
         self.before_pass()
         pinned = any(unit.pins for unit in gathering.units)
-        kind = gradients.kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first, pinned)
+        gathering.with_gradients = torch.is_grad_enabled()
+        kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, pinned)
         gathering.order.begin(kind)
         gathering.needs.begin(kind)
 
@@ -143,10 +149,8 @@ class Engine:
         if with_grad and output is not None:
             comes_again = self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
         if in_backward():
-            for unit in units if comes_again else ():
-                if unit.apart and unit not in self._active:
-                    # A checkpoint's forward passes all experts of a layer before the first one's backward.
-                    self.gathering.release(unit)
+            if comes_again:
+                self._keep_last([unit for unit in units if unit.apart])
             return output
         for unit in units + companions:
             if unit.here and self.forwards and returned(unit, output):
@@ -158,6 +162,15 @@ class Engine:
                 self.gathering.guard(unit)
         self.gathering.refuse_noted()
         return output
+
+    def _keep_last(self, experts: list[Unit]) -> None:
+        """Releases experts that a checkpoint's forward has passed, but for the last ones: all of a layer's would come before the first one's backward,
+        which begins with the last ones."""
+        self._kept += experts
+        while len(self._kept) > _KEPT_MAX:
+            unit = self._kept.pop(0)
+            if unit not in self._active:
+                self.gathering.release(unit)
 
     def _hook_made(self, output, number: int, units: list[Unit], first: int) -> bool:
         """Brings `units` for the backward of what was made since `number`: what is handed through belongs to an older node. Returns whether
@@ -204,6 +217,8 @@ class Engine:
     def _settle(self, unit: Unit) -> None:
         """The unit's part of the backward is over."""
         self._active.pop(unit, None)
+        if unit in self._kept:
+            self._kept.remove(unit)
         self.gathering.release(unit)
         if unit.trained:
             self.gradients.take_all(unit)
@@ -216,6 +231,7 @@ class Engine:
                 self.gradients.hand_over_left(unit, left)
             self.gathering.release(unit)
         self._active.clear()
+        self._kept.clear()
         self.gradients.hand_over_unused()
         self.gradients.end_backward()
         self.core.phase(ELSEWHERE)

@@ -28,8 +28,12 @@ from ._units import BLOCKS_MIN, Unit, blocks_of
 # Of the functions that compute packed experts; grouped ones have the same bits for a group of experts as for all.
 _EAGER, _GROUPED = "eager", ("grouped_mm", "batched_mm")
 
-# What the parts answer: they lie where the model computes.
-_OF_PARTS = {*(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")), torch.Tensor.get_device}
+# What the parts answer: they lie where the model computes, and are trained.
+_OF_PARTS = {*(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "requires_grad")), torch.Tensor.get_device}
+
+# What only the parts can do.
+_ON_PARTS = {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_, torch.Tensor.retain_grad}
+_ON_PARTS |= {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 _IN_GROUP = re.compile(r"^(.*\.)?(\d+):(\d+)\.(\w+)$")
 
@@ -40,33 +44,31 @@ def part_of(name: str) -> Optional[tuple[str, slice]]:
     return found and (f"{found[1] or ''}{found[4]}", slice(int(found[2]), int(found[3])))
 
 
-class Whole(nn.Parameter):
+class CutParam(nn.Parameter):
     """A packed parameter whose experts are in groups: its metadata answers at once, anything else joins its parts."""
 
     parts: list[nn.Parameter]
-    cut: "Packed"
+    cut: "CutExperts"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        whole = next((one for one in args if isinstance(one, Whole)), None)
-        if whole is not None and func == torch.Tensor.grad.__get__:
-            grads = [part.grad for part in whole.parts]
-            return (
-                None
-                if all(grad is None for grad in grads)
-                else torch.cat([torch.zeros_like(part) if grad is None else grad for part, grad in zip(whole.parts, grads)])
+        if func == torch.Tensor.grad.__get__:
+            return _joined_grad(args[0].parts)
+        if func in REPLACES and isinstance(args[0], CutParam):
+            raise NotSupported(f"{REPLACES[func]} on {args[0].name}, whose values are in tiles: {BEFORE}")
+        if func in _ON_PARTS:
+            raise NotSupported(
+                f"{func.__name__} of {args[0].name}, whose experts are in groups: use the parameters of the groups, which named_parameters() has"
             )
-        if func in REPLACES or func == torch.Tensor.grad.__set__:
-            raise NotSupported(f"{REPLACES.get(func, 'assigning .grad')} of {whole.name}, whose values are in tiles: {BEFORE}")
         if func in _OF_PARTS:
-            return func(whole.parts[0])
+            return func(args[0].parts[0])
         if func in ITSELF:
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        found: list[Whole] = []
-        tree_map(lambda one: found.append(one) if isinstance(one, Whole) else None, (args, kwargs))
-        return on_copies(found[0].cut.reading, found, func, args, kwargs, copy_of=Whole.joined)
+        found: list[CutParam] = []
+        tree_map(lambda one: found.append(one) if isinstance(one, CutParam) else None, (args, kwargs))
+        return on_copies(found[0].cut.reading, found, func, args, kwargs, copy_of=CutParam.joined)
 
     @property
     def name(self) -> str:
@@ -96,7 +98,7 @@ class Whole(nn.Parameter):
 class Group(nn.Module):
     """The experts `first` to `last` - 1 of a layer."""
 
-    def __init__(self, cut: "Packed", first: int, last: int) -> None:
+    def __init__(self, cut: "CutExperts", first: int, last: int) -> None:
         super().__init__()
         self.first, self.last = first, last
         # Not a module of this one.
@@ -150,7 +152,7 @@ class Group(nn.Module):
         return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 
 
-class Packed:
+class CutExperts:
     """A module of packed experts whose parameters are cut into groups."""
 
     def __init__(self, experts: nn.Module, names: Sequence[str], experts_of_group: int) -> None:
@@ -242,11 +244,11 @@ class Packed:
             return
         self.taken = True
         for name, whole in self.wholes.items():
-            # Its shape and type. Nothing reads it: see `Whole`.
+            # Its shape and type. Nothing reads it: see `CutParam`.
             empty = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="cpu")
             empty.untyped_storage().resize_(0)
             _give(whole, empty)
-            whole.__class__, whole.parts, whole.cut = Whole, self.parts(name), self
+            whole.__class__, whole.parts, whole.cut = CutParam, self.parts(name), self
 
     def end(self) -> None:
         """Makes the module what it was. Parts that have values give them to the whole parameters."""
@@ -257,13 +259,12 @@ class Packed:
             if self.taken:
                 parts = self.parts(name)
                 value = torch.cat([part.detach() for part in parts])
-                grads = [part.grad for part in parts]
+                grad = _joined_grad(parts)
                 del whole.parts, whole.cut
                 whole.__class__ = nn.Parameter
                 _give(whole, value)
-                if any(grad is not None for grad in grads):
-                    whole.grad = torch.cat([torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads)])
                 whole.requires_grad_(parts[0].requires_grad)
+                whole.grad = grad
             vars(self.experts).pop(name, None)
         for group in self.groups:
             del self.experts._modules[f"{group.first}:{group.last}"]
@@ -277,7 +278,7 @@ class Experts:
     def __init__(self, model: nn.Module, wanted: Optional[Sequence] = None, bytes_max: Optional[int] = None, together: bool = False) -> None:
         """Cuts layers larger than `bytes_max`. With `together` experts that are modules come with their block: ranks whose tokens choose other
         experts call other modules."""
-        self.packed: list[Packed] = []
+        self.cuts: list[CutExperts] = []
         # Modules that are units of their own, with the module with which each comes.
         self.apart: dict[nn.Module, nn.Module] = {}
         if bytes_max is None:
@@ -298,26 +299,26 @@ class Experts:
     def _cut(self, module: nn.Module, names: list[str], experts_of_group: int) -> None:
         groups = -(-module.num_experts // experts_of_group)
         if groups > 1:
-            self.packed.append(Packed(module, names, -(-module.num_experts // groups)))
-            self.apart.update({group: group for group in self.packed[-1].groups})
+            self.cuts.append(CutExperts(module, names, -(-module.num_experts // groups)))
+            self.apart.update({group: group for group in self.cuts[-1].groups})
 
     def know(self, units: Sequence[Unit], modules: Mapping[int, nn.Module]) -> None:
         """Learns the units that were made of the model."""
-        for packed in self.packed:
-            packed.units = [unit for unit in units if modules[unit.index] in packed.groups]
+        for cut in self.cuts:
+            cut.units = [unit for unit in units if modules[unit.index] in cut.groups]
 
     def take(self) -> None:
         """Frees the memory of whole parameters whose parts have memory of their own."""
-        for packed in self.packed:
-            packed.take()
+        for cut in self.cuts:
+            cut.take()
 
     def name(self, model: nn.Module, whole: Any) -> Optional[str]:
         """The name that a whole parameter has in the model's state."""
-        found = next(((packed.experts, name) for packed in self.packed for name, one in packed.wholes.items() if one is whole), None)
+        found = next(((cut.experts, name) for cut in self.cuts for name, one in cut.wholes.items() if one is whole), None)
         return found and next(f"{of_module}.{found[1]}" for of_module, module in model.named_modules() if module is found[0])
 
     def _parts_of(self) -> dict[int, list[nn.Parameter]]:
-        return {id(whole): packed.parts(name) for packed in self.packed for name, whole in packed.wholes.items()}
+        return {id(whole): cut.parts(name) for cut in self.cuts for name, whole in cut.wholes.items()}
 
     def cut_optimizer(self, optimizer: Any) -> None:
         """Gives an optimizer the parts of parameters that are cut, with the state that it has of them."""
@@ -337,9 +338,9 @@ class Experts:
 
     def join_optimizer(self, optimizer: Any) -> None:
         """The inverse of `cut_optimizer`."""
-        for packed in self.packed:
-            for name, whole in packed.wholes.items():
-                parts = packed.parts(name)
+        for cut in self.cuts:
+            for name, whole in cut.wholes.items():
+                parts = cut.parts(name)
                 ids = set(map(id, parts))
                 for group in optimizer.param_groups:
                     numbers = [number for number, param in enumerate(group["params"]) if id(param) in ids]
@@ -354,14 +355,22 @@ class Experts:
 
     def undo(self, optimizer: Any) -> None:
         """Makes the model and its optimizer what they were, where the values are still theirs."""
-        if not any(packed.taken for packed in self.packed):
+        if not any(cut.taken for cut in self.cuts):
             self.end(optimizer)
 
     def end(self, optimizer: Any) -> None:
         """Makes the model and its optimizer what they were."""
         self.join_optimizer(optimizer)
-        for packed in self.packed:
-            packed.end()
+        for cut in self.cuts:
+            cut.end()
+
+
+def _joined_grad(parts: Sequence[nn.Parameter]) -> Optional[torch.Tensor]:
+    """The gradient of a whole parameter; None where no part has one."""
+    grads = [part.grad for part in parts]
+    if all(grad is None for grad in grads):
+        return None
+    return torch.cat([torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads)])
 
 
 def _give(param: nn.Parameter, value: torch.Tensor) -> None:

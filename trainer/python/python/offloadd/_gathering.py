@@ -46,8 +46,8 @@ class Gathering:
     ) -> None:
         self.experts = experts or Experts(model)
         self.experts.know(units, modules)
-        for packed in self.experts.packed:
-            packed.agree = self._used_by_any
+        for cut in self.experts.cuts:
+            cut.agree = self._used_by_any
         self.model, self.units, self.keep, self.ranks, self.forwards = model, units, keep, ranks, forwards
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
@@ -66,6 +66,8 @@ class Gathering:
         self.group_of = [first[unit.index] for unit in units]
         # Whether the other ranks bring what this one reads, without a script's telling them.
         self.leads = False
+        # Whether the pass that is under way began with gradients.
+        self.with_gradients = False
         # Experts that are on their way before they are needed, in that order.
         self._came_ahead: dict[Unit, None] = {}
         # Bytes of experts that were brought.
@@ -97,7 +99,7 @@ class Gathering:
             self._note_written(unit)
         if self.leads:
             self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
-        if unit.apart and self.forwards and not torch.is_grad_enabled():
+        if unit.apart and self.forwards and not self.with_gradients:
             # A few tokens choose few experts, and others than the pass before: nothing of an earlier pass says which.
             record = False
         if record and self.needs.next((False, unit.index)) and unit.apart:

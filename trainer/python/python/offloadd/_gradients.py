@@ -82,11 +82,11 @@ class Gradients:
     def hand_over_unused(self) -> None:
         """Hands over zeros for groups of experts that got no tokens, where others of their layer did: in plain PyTorch all of them are one
         parameter, whose gradient is zero there."""
-        packed = [[unit for unit in packed.units if unit.trained] for packed in self._gathering.experts.packed]
-        units = [unit for of_layer in packed for unit in of_layer]
+        layers = [[unit for unit in cut.units if unit.trained] for cut in self._gathering.experts.cuts]
+        units = [unit for of_layer in layers for unit in of_layer]
         came = [any(id(param) in self._summed for param in unit.params) for unit in units]
         came_of = dict(zip(units, self._ranks.any("end the backward", bytes(came)))) if units else {}
-        for of_layer in packed:
+        for of_layer in layers:
             for unit in of_layer:
                 if not came_of[unit] and any(came_of[other] for other in of_layer):
                     self.hand_over(unit)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._experts import Group, Whole, part_of
+from ._experts import Group, CutParam, part_of
 from ._gathering import Gathering
 from ._packed import is_wrapper
 from ._units import Unit
@@ -41,11 +41,11 @@ class Blocks:
         block_of = {unit: index for index, units in enumerate(together) for unit in units}
         self.names: list[list[str]] = [[] for _ in together]
         for name, value in self.tensors.items():
-            if type(value) is Whole:
+            if type(value) is CutParam:
                 continue
             unit = gathering.unit_of.get(id(value))
             self.names[block_of[unit] if unit else -1].append(name)
-        self.names += [[name] for name, value in self.tensors.items() if type(value) is Whole]
+        self.names += [[name] for name, value in self.tensors.items() if type(value) is CutParam]
 
     def shapes(self) -> State:
         """The whole state on the meta device, to be written by safetensors."""
@@ -80,7 +80,7 @@ class Blocks:
         return found
 
 
-def joined(gathering: Gathering, whole: Whole) -> torch.Tensor:
+def joined(gathering: Gathering, whole: CutParam) -> torch.Tensor:
     """A copy of a parameter whose experts are in groups, in host memory. One group is in memory at a time."""
     found = torch.empty(whole.shape, dtype=whole.dtype, device="cpu")
     at = 0
@@ -176,14 +176,14 @@ def trained_state(model: nn.Module, gathering: Gathering) -> State:
     names: dict[Optional[Unit], list[str]] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
-        if type(value) is not Whole:
+        if type(value) is not CutParam:
             names.setdefault(gathering.unit_of.get(id(value)), []).append(name)
     found = {name: state[name].detach().clone() for name in names.pop(None, ())}
     for unit, of_unit in names.items():
         if unit.trained:
             with gathering.gathered(unit):
                 found.update((name, state[name].detach().clone()) for name in of_unit)
-    wholes = {name: value for name, value in state.items() if type(value) is Whole and value.requires_grad}
+    wholes = {name: value for name, value in state.items() if type(value) is CutParam and value.requires_grad}
     return {**found, **{name: joined(gathering, value) for name, value in wholes.items()}}
 
 
@@ -192,7 +192,7 @@ def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
     names: dict[Optional[Unit], dict[int, str]] = {}
     state = {name: value for name, value in gathering.model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
-        if type(value) is not Whole:
+        if type(value) is not CutParam:
             names.setdefault(gathering.unit_of.get(id(value)), {}).setdefault(id(value), name)
     for name in names.pop(None, {}).values():
         yield name, state[name].detach().clone()
@@ -201,7 +201,7 @@ def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
             for name in names.get(unit, {}).values():
                 yield name, state[name].detach().clone()
     for name, value in state.items():
-        if type(value) is Whole:
+        if type(value) is CutParam:
             yield name, joined(gathering, value)
 
 
