@@ -9,6 +9,9 @@ from torch import nn
 
 import offloadd
 from offloadd.__main__ import main
+from offloadd._sketch import adapt, by_name, cast, quantize
+from offloadd._traced import trace
+from offloadd._units import units_of
 from test_runs import batches, config, model_of, needs_daemon, train
 
 
@@ -148,6 +151,154 @@ def test_the_command_plans_a_model_by_its_name_without_loading_it(tmp_path, caps
     assert "(float32) in 4 units" in capsys.readouterr().out
     assert main(["plan", str(path), "--model", str(tmp_path / "nothing")]) == 1
     assert "--model" in capsys.readouterr().err
+
+
+# Class, sizes, and the type of a mixture's experts, whose products are made for bf16. No dropout: the CPU keeps other masks than a GPU.
+LLAMA = dict(hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, vocab_size=300)
+FAMILIES = {
+    "Llama": (LLAMA, torch.float32),
+    "Qwen3": ({**LLAMA, "head_dim": 16}, torch.float32),
+    "Gemma2": ({**LLAMA, "head_dim": 16}, torch.float32),
+    "GPT2LMHead": (dict(n_embd=64, n_layer=4, n_head=4, vocab_size=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), torch.float32),
+    "BertLMHead": ({**LLAMA, "is_decoder": True, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}, torch.float32),
+    "Mixtral": ({**LLAMA, "num_local_experts": 4}, torch.bfloat16),
+}
+
+
+def family(transformers, name, dtype, device):
+    config_class = {"GPT2LMHead": "GPT2", "BertLMHead": "Bert"}.get(name, name) + "Config"
+    model_class = getattr(transformers, f"{name}ForCausalLM" if name in ("Llama", "Qwen3", "Gemma2", "Mixtral") else f"{name}Model")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return model_class(getattr(transformers, config_class)(**FAMILIES[name][0])).to(dtype).train()
+
+
+def kept_on_the_cpu(model, ids):
+    """Bytes that autograd keeps of a forward, beside parameters and inputs."""
+    kept, own = {}, {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers(), ids)}
+
+    def pack(one):
+        storage = one.untyped_storage()
+        # What is kept here keeps its address.
+        kept[storage.data_ptr()] = storage
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    del loss
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_planned_activations_are_those_that_a_forward_keeps(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    dtype = FAMILIES[name][1]
+    model = family(transformers, name, dtype, "meta")
+    units, _ = units_of(model, None)
+    planned = trace(model, units, (2, 48), trains=True)
+    wanted = kept_on_the_cpu(family(transformers, name, dtype, "cpu"), torch.randint(300, (2, 48)))
+    assert planned.kept_bytes == pytest.approx(wanted, rel=0.1)
+    assert planned.peak_bytes > planned.kept_bytes and planned.logits_bytes % (2 * 48 * 300) == 0
+    inputs = trace(model, units, (2, 48), trains=True, checkpoints=True)
+    assert inputs.kept_bytes < planned.kept_bytes and inputs.peak_bytes < planned.peak_bytes
+
+
+def test_planned_gradients_leave_with_their_unit():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    model = family(transformers, "Llama", torch.float32, "meta")
+    units, _ = units_of(model, None)
+    planned = trace(model, units, (1, 2), trains=True, checkpoints=True)
+    assert planned.peak_bytes < 0.6 * sum(unit.gradient_bytes for unit in units)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A directory of a model without weights."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    directory = tmp_path_factory.mktemp("model")
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **LLAMA).save_pretrained(directory)
+    return directory
+
+
+# Options, and what the lines have of them.
+PLANNED = {
+    "--seq-len 16 --batch 2": (
+        "(bfloat16) in 5 units",
+        "with gradient checkpointing, 2 x 16 tokens: weights ",
+        "buffers of gradients ",
+        "what is computed ",
+        " without it",
+    ),
+    "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
+    "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
+    "--seq-len 16 --train none": ("1 x 16 tokens: weights ", "KV cache 8.0 KiB", "bus       weights of "),
+    "--quantize nf4": ("uint8", "devices   nothing"),
+    "--lora 4 --nvme {dir}": ("devices   ", "a step    reads "),
+}
+
+
+@pytest.mark.parametrize("options", PLANNED)
+def test_the_command_plans_a_models_directory(llama, tmp_path, capsys, options):
+    assert main(["plan", str(llama), *options.format(dir=tmp_path).split()]) == 0
+    text = capsys.readouterr().out
+    assert not [wanted for wanted in PLANNED[options] if wanted not in text], text
+    assert ("gpu  " in text) == ("--seq-len" in options)
+
+
+def test_planned_adapters_are_those_of_peft(llama):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
+    with torch.device("meta"):
+        ours = by_name(str(llama))
+        theirs = peft.get_peft_model(by_name(str(llama)), peft.LoraConfig(r=4, target_modules="all-linear"))
+        adapt(ours, 4)
+    trained = lambda model: sorted(tuple(param.shape) for param in model.parameters() if param.requires_grad)
+    assert trained(ours) == trained(theirs)
+
+
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+def test_planned_activations_of_adapters_are_those_of_peft(llama, quantized):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-tools")
+    with torch.device("meta"):
+        ours = by_name(str(llama))
+        quantize(ours, quantized)
+        adapt(ours, 4)
+    cast(ours, torch.bfloat16)
+    theirs = by_name(str(llama)).to(torch.bfloat16).train()
+    for module in list(theirs.model.layers.modules()) if quantized else ():
+        for name, layer in module.named_children():
+            if isinstance(layer, nn.Linear):
+                packed = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+                packed.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=packed)
+                setattr(module, name, packed.to("cpu"))
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules="all-linear"))
+    wanted = kept_on_the_cpu(theirs, torch.randint(300, (2, 48)))
+    assert trace(ours, units_of(ours, None)[0], (2, 48), trains=True).kept_bytes == pytest.approx(wanted, rel=0.1)
+
+
+def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    for arguments, why in (
+        ((llama, "--train", "lora"), "give the rank of the adapters, as in --lora 16"),
+        ((llama, "--train", "none", "--lora", 4), "--train none: --lora and --trainable say what is trained"),
+        ((llama, "--train", "all", "--quantize", "nf4"), "--train all: quantized layers cannot be trained"),
+        ((llama, "--lora", 0), "--lora 0: a rank of 1 at least"),
+        ((llama, "--params", 1e6), "one of them only"),
+        ((path,), "one of them only"),
+        ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
+        ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
+        ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
+    ):
+        assert main(["plan", *map(str, arguments)]) == 1
+        assert why in capsys.readouterr().err
+
+
+def test_a_model_that_needs_values_is_planned_without_its_activations(llama, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", lambda self, input_ids, labels=None: input_ids.sum().item())
+    assert main(["plan", str(llama), "--seq-len", "16"]) == 0
+    assert "and activations that are not known: LlamaForCausalLM does not run without memory" in capsys.readouterr().out
 
 
 def metrics(run_dir):

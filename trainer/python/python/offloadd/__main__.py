@@ -14,13 +14,12 @@ from . import _chat, _generate
 from ._config import settings_of
 from ._errors import Error
 from ._experts import Experts
-from ._packed import stand_in
+from ._gpu_plan import computed, gpu_plan
 from ._plan import Plan
 from ._run_dir import delete
-from ._units import blocks_of, units_of
-
-# Bits of a number by their name.
-_BITS = {"nf4": 4, "int8": 8}
+from ._served import check_is_model, positive
+from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
+from ._units import units_of
 
 # Blocks of a model of which only the number of parameters is known.
 _BLOCKS = 24
@@ -31,12 +30,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m offloadd")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="print what a run takes: memory, device files, bytes and seconds of a step")
-    plan.add_argument("config", help="DeepSpeed's JSON")
-    model = plan.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
-    model.add_argument("--params", type=float, help="number of parameters, such as 7e9")
-    plan.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it, such as those of LoRA")
-    plan.add_argument("--quantize", choices=_BITS, help="the layers of --model are quantized and frozen, as bitsandbytes does it")
+    plan.add_argument("config", metavar="CONFIG|MODEL", help="DeepSpeed's JSON; or the directory of a model, planned with its state in host memory")
+    plan.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive for the state, where CONFIG is a model's directory")
+    plan.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
+    plan.add_argument("--params", type=float, help="number of parameters, such as 7e9")
+    plan.add_argument("--train", choices=["none", "lora", "all"], help="what is trained (all; lora with --lora; none with --quantize)")
+    beside = plan.add_mutually_exclusive_group()
+    beside.add_argument("--lora", type=int, metavar="RANK", help="the model is frozen, and adapters of this rank beside its linear layers are trained")
+    beside.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it")
+    plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
+    plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
+    plan.add_argument("--batch", type=positive, default=1, help="sequences that are computed together (%(default)s)")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -70,82 +74,58 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def _plan(given: argparse.Namespace) -> Plan:
-    settings = settings_of(given.config, schedules=False)
+    # A model's directory is planned with its state in host memory, or on the drives of --nvme.
+    by_directory = Path(given.config).is_dir()
+    if by_directory:
+        check_is_model(given.config)
+        given.model, place = given.model or given.config, {"device": "cpu"}
+        if given.nvme:
+            place = {"device": "nvme", "nvme_path": list(map(str, given.nvme))}
+        settings = settings_of({"zero_optimization": {"offload_param": place}}, schedules=False)
+    elif given.nvme:
+        raise Error(f"--nvme belongs to a plan without a configuration: {given.config} has zero_optimization.offload_param.nvme_path")
+    else:
+        settings = settings_of(given.config, schedules=False)
+    if (given.model is None) == (given.params is None):
+        raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
     with torch.device("meta"):
-        model = _by_name(given.model) if given.model else _by_size(int(given.params), given.units)
-        quantized = _quantize(model, given.quantize)
-        if given.trainable is not None:
-            _freeze(model, int(given.trainable), settings.units or None)
-    model.to(getattr(torch, given.dtype or settings.precision or "float32"))
-    trains = given.trainable is not None or not quantized
+        model = by_name(given.model) if given.model else by_size(int(given.params), given.units)
+        trains = _sketch(model, given, settings.units or None)
+    dtype = given.dtype or settings.precision or (by_directory and getattr(model.config, "dtype", None)) or "float32"
+    cast(model, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    if given.seq_len is not None and not given.model:
+        raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
+    # Before layers are cut, whose code needs values then.
+    of_step = (
+        None if given.seq_len is None else computed(model, units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len), trains)
+    )
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
-    units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
+    units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
+    if of_step is not None:
+        plan.more = gpu_plan(of_step, units, modules, trains, settings.parameters_stay).lines()
     if plan.problems:
         print(plan)
     plan.check()
     return plan
 
 
-def _quantize(model: nn.Module, wanted: Optional[str]) -> bool:
-    """Lets the weights of linear layers take the bytes of quantized ones, where they are `wanted`, or the model's configuration says so. Returns
-    whether they are."""
-    kept = getattr(getattr(model, "config", None), "quantization_config", None) or {}
-    kept = kept if isinstance(kept, dict) else kept.to_dict()
-    if kept and wanted is None:
-        wanted = "nf4" if kept.get("load_in_4bit") else "int8" if kept.get("load_in_8bit") else None
-        if wanted is None:
-            raise Error(
-                f"--model is quantized by {kept.get('quant_method', 'another library')}: plan it with offloadd.prepare(model, None, config, plan_only=True)"
-            )
-    if wanted is None:
-        return False
-    # As transformers leaves them.
-    out = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    skipped = kept.get("llm_int8_skip_modules") or []
-    linear = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not out and name.rpartition(".")[2] not in skipped]
-    if not linear:
-        raise Error(f"--quantize {wanted}: the model has no linear layers; give --model")
-    for one in linear:
-        one.weight = stand_in(one.weight.shape, _BITS[wanted])
-    return True
-
-
-def _freeze(model: nn.Module, trainable: int, wanted: Optional[Sequence]) -> None:
-    """Freezes the model, and gives its blocks `trainable` parameters together."""
-    model.requires_grad_(False)
-    blocks = [module for _, module in blocks_of(model, wanted)] or [model]
-    if trainable < len(blocks):
-        raise Error(f"--trainable {trainable}: each of the model's {len(blocks)} blocks trains a parameter at least")
-    for block in blocks:
-        block.register_parameter("trained_beside", nn.Parameter(torch.empty(trainable // len(blocks))))
-
-
-def _by_name(name: str) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise Error("--model needs transformers: install it, or give --params") from None
-    try:
-        config = transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise Error(f"--model {name}: {error}") from None
-    architecture = (config.architectures or [None])[0]
-    model_class = getattr(transformers, architecture or "", None)
-    return model_class(config) if model_class else transformers.AutoModel.from_config(config)
-
-
-def _by_size(params: int, units: int) -> nn.Module:
-    if params < units or units < 1:
-        raise Error(f"--params {params} --units {units}: each unit needs a parameter: give more parameters or fewer units, at least one")
-    blocks = nn.ModuleList()
-    for _ in range(max(units, 3)):
-        block = nn.Module()
-        block.weight = nn.Parameter(torch.empty(params // max(units, 3)))
-        blocks.append(block)
-    model = nn.Module()
-    model.blocks = blocks
-    return model
+def _sketch(model: nn.Module, given: argparse.Namespace, wanted: Optional[Sequence]) -> bool:
+    """Gives the model the layers and the trained parameters of the plan. Returns whether anything is trained."""
+    quantized = quantize(model, given.quantize)
+    beside = given.lora is not None or given.trainable is not None
+    train = given.train or ("lora" if beside else "none" if quantized else "all")
+    if train == "all" and (quantized or beside):
+        raise Error(f"--train all: {'quantized layers cannot be' if quantized else '--lora and --trainable say that the model is not'} trained; leave one out")
+    if train == "none" and beside:
+        raise Error("--train none: --lora and --trainable say what is trained; leave one out")
+    if train == "lora" and not beside:
+        raise Error("--train lora: give the rank of the adapters, as in --lora 16")
+    if given.lora is not None:
+        adapt(model, given.lora)
+    elif given.trainable is not None:
+        freeze(model, int(given.trainable), wanted)
+    return train != "none"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Optional, Protocol, Sequence
+from typing import Any, Iterable, Mapping, Optional, Protocol, Sequence
 
 import torch
 
@@ -51,6 +51,35 @@ class Memory(Protocol):
 def _largest(units: Sequence[Unit]) -> int:
     """Bytes of the largest unit's gradients."""
     return max((unit.gradient_bytes for unit in units if unit.trained), default=0)
+
+
+def gpu_weight_bytes(units: Sequence[Unit], modules: Mapping[int, Any]) -> int:
+    """Bytes of the units that are on a GPU at a time, at most: what is in no block, a block, experts of it that come apart, and what comes ahead.
+    `modules` has the module of each unit, with which it comes and goes."""
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        if not unit.root:
+            groups.setdefault(id(modules[unit.index]), []).append(unit)
+    # A block begins before its experts, which are the units before it.
+    forward: list[tuple[int, int]] = []
+    experts: list[int] = []
+    for group in groups.values():
+        size = sum(unit.bytes for unit in group)
+        if group[0].apart:
+            experts.append(size)
+        else:
+            forward += [(size, 0), *((of_expert, size) for of_expert in experts)]
+            experts.clear()
+    highest = 0
+    for order in (forward, forward[::-1]):
+        for at, (_, beside) in enumerate(order):
+            highest = max(highest, beside + sum(size for size, _ in order[at : at + 1 + _AHEAD]))
+    return highest + sum(unit.bytes for unit in units if unit.root)
+
+
+def gpu_gradient_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the buffers that gradients leave a GPU from."""
+    return _GRADIENT_BUFFERS * _largest(units)
 
 
 class HostMemory:

@@ -46,6 +46,8 @@ class Plan:
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         self.host_bytes = self.figures["host_bytes"]
+        # Lines for people about what else is planned.
+        self.more: list[str] = []
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
         # there is nothing to keep.
         self.copy_bytes, self.why_no_copy = 0, None
@@ -118,6 +120,7 @@ class Plan:
             lines[-1] += f"; {bytes_text(self.host_available_bytes)} available"
         if self.why_no_copy is not None:
             lines.append(f"network   {self.network(self.why_no_copy)}")
+        lines += self.more
         if f["device_bytes"]:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
             copies = "two copies of each tile that changes" if self.trains else "one copy of each tile"

@@ -26,7 +26,7 @@ _NATIVE = "settings.toml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that both commands have."""
     parser.add_argument("model", metavar="MODEL", help="directory, or name, of a Hugging Face model; also one of PEFT's adapters")
-    parser.add_argument("--max-new-tokens", type=_positive, default=256, help="longest answer in tokens (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer in tokens (%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens with this probability together (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers of sampling (%(default)s)")
     parser.add_argument(
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that the model brings")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of an option that is at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")

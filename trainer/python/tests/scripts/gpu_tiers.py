@@ -10,6 +10,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import offloadd  # noqa: E402
+from offloadd._memory import gpu_weight_bytes  # noqa: E402
 from toy import Net, randomize  # noqa: E402
 
 torch.set_num_threads(1)
@@ -57,6 +58,32 @@ def train(dtype, gradients, device, **own):
     return found, ahead
 
 
+def weights_ahead():
+    """The highest bytes of units in a GPU's memory, and those that are planned."""
+    model = randomize(Net(8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"compute_device": "cuda:0"}}
+    found = []
+    with offloadd.prepare(model, optimizer, config, run_dir=directory / "ahead") as run:
+        gathering = run.engine.gathering
+        expect = gathering.memory.expect
+
+        def count(unit):
+            expect(unit)
+            found.append(sum(one.flat.untyped_storage().nbytes() for one in gathering.units))
+
+        gathering.memory.expect = count
+        for _ in range(4):
+            model(torch.randn(4, 8)).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        planned = gpu_weight_bytes(gathering.units, {unit.index: module for module, units in gathering.of_module.items() for unit in units})
+        # A block of this model reads another one's weights, too.
+        return max(found), planned + max(unit.bytes for unit in gathering.units)
+
+
+most, planned = weights_ahead()
+assert most == planned, f"{most} bytes of units are in memory, {planned} are planned"
 cases = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp32"))
 for dtype, gradients in cases:
     expected, ahead = train(dtype, gradients, "cpu")

@@ -1,0 +1,100 @@
+"""What a run takes of a GPU's memory, before it starts: weights on their way, buffers of gradients, and what a step computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Mapping, Optional, Sequence
+
+from torch import nn
+
+from ._errors import Error
+from ._memory import gpu_gradient_bytes, gpu_weight_bytes
+from ._plan import bytes_text
+from ._traced import Traced, trace
+from ._units import Unit
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a step computes, with gradient checkpointing and without; the reason where one is unknown, as for a model whose code needs values. A pass
+    that trains nothing has nothing to checkpoint."""
+
+    sequences: int
+    seq_len: int
+    checkpointed: "Traced | str | None"
+    kept: "Traced | str"
+
+    @property
+    def least(self) -> "Traced | str":
+        return self.kept if self.checkpointed is None or isinstance(self.checkpointed, str) else self.checkpointed
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """Bytes of GPU memory of a run."""
+
+    computed: Computed
+    # All weights where they stay with the model.
+    weight_bytes: int
+    gradient_bytes: int
+    # Bytes of weights that come in a forward and in a backward, and of gradients that leave. None where weights stay.
+    bus_bytes: Optional[tuple[int, int, int]]
+
+    def total_bytes(self, traced: "Traced | str | None") -> Optional[int]:
+        """The highest sum of a step that computes so much; None where that is unknown."""
+        return self.weight_bytes + self.gradient_bytes + traced.peak_bytes if isinstance(traced, Traced) else None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        computed = self.computed
+        found = computed.least
+        total = self.total_bytes(found)
+        parts = [f"weights {bytes_text(self.weight_bytes)}"]
+        if self.gradient_bytes:
+            parts.append(f"buffers of gradients {bytes_text(self.gradient_bytes)}")
+        if total is None:
+            lines = [f"gpu       {', '.join(parts)}, and activations that are not known: {found}"]
+        else:
+            parts += self._parts(found)
+            how = "" if found is computed.kept else " with gradient checkpointing"
+            without = self.total_bytes(computed.kept) if how else None
+            more = f"; {bytes_text(without)} without it" if without is not None else ""
+            lines = [f"gpu       {bytes_text(total)}{how}, {computed.sequences} x {computed.seq_len} tokens: {', '.join(parts)}{more}"]
+        if self.bus_bytes is not None:
+            forward, backward, gradients = self.bus_bytes
+            back = f", gradients of {bytes_text(gradients)} from it" if gradients else ""
+            of = f" (forward {bytes_text(forward)}, backward {bytes_text(backward)})" if backward else ""
+            lines.append(f"bus       weights of {bytes_text(forward + backward)} to the GPU{of}{back}")
+        return lines
+
+    @staticmethod
+    def _parts(found: Traced) -> list[str]:
+        # Logits that the forward keeps are counted with the others.
+        kept = min(found.kept_bytes - found.cache_bytes, found.peak_bytes - found.cache_bytes - found.logits_bytes)
+        rest = found.peak_bytes - found.cache_bytes - found.logits_bytes - kept
+        named = {"activations": kept, "what is computed": rest, "logits": found.logits_bytes, "KV cache": found.cache_bytes}
+        return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
+
+
+def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool) -> Computed:
+    """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length."""
+    return Computed(*shape, _traced(model, units, shape, True, checkpoints=True) if trains else None, _traced(model, units, shape, trains))
+
+
+def gpu_plan(of_step: Computed, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, stay: bool) -> GpuPlan:
+    """The plan of units, each with its module, beside what a step computes. With `stay` the weights stay on the GPU."""
+    forward = sum(unit.bytes for unit in units)
+    backward = sum(unit.bytes for unit in units if not unit.root) if trains else 0
+    return GpuPlan(
+        of_step,
+        weight_bytes=forward if stay else gpu_weight_bytes(units, modules),
+        gradient_bytes=gpu_gradient_bytes(units) if trains else 0,
+        bus_bytes=None if stay else (forward, backward, sum(unit.gradient_bytes for unit in units if unit.trained)),
+    )
+
+
+def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False) -> "Traced | str":
+    try:
+        return trace(model, units, shape, trains, checkpoints)
+    except Error as error:
+        return str(error)
