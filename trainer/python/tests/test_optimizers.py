@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import offloadd
-from offloadd._supported_optimizers import check_optimizer
+from offloadd._supported_optimizers import check_optimizer, rule_of
 
 PARAMS = [nn.Parameter(torch.zeros(4, 4))]
 
@@ -24,6 +24,8 @@ OPTIONS = [
 ]
 
 ADAMW = r'use torch.optim.AdamW \(a Trainer makes it with optim="adamw_torch"\)'
+LION = r'use lion_pytorch.Lion \(a Trainer makes it with optim="lion_32bit"\)'
+BYTES = r', whose moments take {} bytes a parameter, {} with offloadd.moments = "bf16", in host memory or on drives and none on a GPU'
 # Those are not installed: classes with the modules and names of the real ones.
 OTHERS = {
     **dict.fromkeys(
@@ -31,7 +33,6 @@ OTHERS = {
             "bitsandbytes.optim.adamw.AdamW8bit",
             "bitsandbytes.optim.adamw.PagedAdamW",
             "bitsandbytes.optim.adamw.PagedAdamW8bit",
-            "bitsandbytes.optim.lion.Lion8bit",
             "torchao.optim.adam.AdamW4bit",
             "torchao.optim.adam.AdamW8bit",
             "torchao.optim.adam.AdamWFp8",
@@ -43,9 +44,9 @@ OTHERS = {
             "transformers.trainer_pt_utils.LayerWiseDummyOptimizer",
             "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
         ],
-        ADAMW + ", whose moments are in host memory or on drives and take no GPU memory",
+        ADAMW + BYTES.format(8, 4) + '; those of optim="lion_32bit" take half',
     ),
-    **dict.fromkeys(["lion_pytorch.lion_pytorch.Lion", "bitsandbytes.optim.lion.Lion"], ADAMW + ", or Lion in the native trainer"),
+    **dict.fromkeys(["bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit", "pytorch_optimizer.optimizer.lion.Lion"], LION + BYTES.format(4, 2)),
     **dict.fromkeys(
         [
             "bitsandbytes.optim.adamw.AdamW",
@@ -84,6 +85,24 @@ def test_the_optimizer_of_another_package_is_named_with_its_module_and_what_to_u
     made = type(kind, (torch.optim.Optimizer,), {"__module__": module})(PARAMS, {})
     with pytest.raises(offloadd.NotSupported, match=f"the optimizer is {name}, and offloadd .*{OTHERS[name]}"):
         check_optimizer(made)
+
+
+def lion(**more):
+    """As the real one, which is not installed, has its class and its attributes."""
+    kind = type("Lion", (torch.optim.Optimizer,), {"__module__": "lion_pytorch.lion_pytorch"})
+    made = kind(PARAMS, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0})
+    made.decoupled_wd = more.pop("decoupled_wd", False)
+    made.param_groups[0].update(more)
+    return made
+
+
+def test_the_lion_of_lion_pytorch_is_taken_unless_its_options_change_the_update():
+    check_optimizer(lion())
+    check_optimizer(lion(weight_decay=0.3))
+    assert [rule_of(one) for one in (lion(), torch.optim.Adam(PARAMS), torch.optim.AdamW(PARAMS))] == ["Lion", "AdamW", "AdamW"]
+    for options, message in [({"decoupled_wd": True}, "decoupled_weight_decay=True: .* divide weight_decay"), ({"cautious_factor": 0.5}, "cautious_factor")]:
+        with pytest.raises(offloadd.NotSupported, match=f"lion_pytorch.lion_pytorch.Lion with {message}"):
+            check_optimizer(lion(**options))
 
 
 def test_what_is_no_optimizer_or_has_a_step_of_its_own_is_named():
