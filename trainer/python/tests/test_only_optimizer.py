@@ -170,6 +170,56 @@ def test_clipping_reads_gradients_once(monkeypatch):
         clip_grad_norm_([other], 1.0)
 
 
+def steps_of(way, dir, dtype, **more):
+    """Values after steps of one way to train, and the units whose gradients were taken in backward and in each step."""
+    model = model_of(dtype)
+    model.unused = nn.Linear(3, 2).to(dtype)
+    optimizer = adamw(model.parameters(), dir, **more)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=way == "scaler")
+    assert optimizer.resume() == 0
+    taken, in_step = {True: [], False: []}, False
+    beside = optimizer._run.beside
+    take = beside._take
+    beside._take = lambda unit, *args: taken[in_step].append(unit.index) or take(unit, *args)
+    for number, x in enumerate(batches(4)):
+        for part in x.split(2 if way == "accumulation" else 4):
+            loss = model(part.to(dtype), [0, 3, 1] if way == "some" and number == 2 else None).square()
+            scaler.scale(loss).backward()
+        if way == "commit":
+            optimizer.commit()
+        if way == "replaced":
+            model.blocks[0].linear.weight.grad = model.blocks[0].linear.weight.grad * 2
+        if way == "skipped" and number == 1:
+            optimizer.zero_grad()
+            continue
+        if way in ("ours", "scaler"):
+            scaler.unscale_(optimizer)
+            (clip_grad_norm_ if way == "ours" else torch.nn.utils.clip_grad_norm_)(model.parameters(), 0.1)
+        in_step = True
+        scaler.step(optimizer)
+        scaler.update()
+        in_step = False
+        optimizer.zero_grad(set_to_none=way != "zeros")
+    units = len(beside.units)
+    optimizer.close()
+    return values(model), taken, units
+
+
+@needs_daemon
+@pytest.mark.parametrize("dtype, dir", [(torch.float32, False), (torch.bfloat16, True)])
+def test_gradients_that_are_taken_in_backward_change_no_bit(tmp_path, capsys, dtype, dir):
+    for way in ("plain", "commit", "scaler") if dir else ("plain", "ours", "zeros", "some", "commit", "skipped", "scaler", "accumulation", "replaced"):
+        expected, _, _ = steps_of(way, tmp_path / f"{way}-without" if dir else None, dtype)
+        capsys.readouterr()
+        found, taken, units = steps_of(way, tmp_path / way if dir else None, dtype, overlap_backward=True)
+        assert same(found, expected), way
+        # The unit that has an unused parameter waits for the step.
+        early, late = len(taken[False]), len(taken[True])
+        again = way in ("scaler", "accumulation", "replaced")
+        assert early > 0.7 * 3 * (units - 1) and (late >= 4 * (units - 1) if again else late <= 2 * units), (way, taken)
+        assert ("are taken to tiles once more" in capsys.readouterr().err) == again, way
+
+
 @needs_daemon
 @pytest.mark.parametrize("dtype, dir", [(torch.float32, None), (torch.bfloat16, "drive")])
 def test_a_state_goes_on_with_the_same_bits(tmp_path, dtype, dir):

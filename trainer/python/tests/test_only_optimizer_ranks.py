@@ -25,7 +25,7 @@ from test_runs import PROGRAM, batches, model_of, needs_daemon
 STEPS = 6
 
 
-def made(ranks, kind, directory, dtype, way, gpu=None):
+def made(ranks, kind, directory, dtype, way, gpu=None, **more):
     """A model and its optimizer. The head has one row, so all ranks but the first have nothing of it."""
     _param_units.UNIT_ELEMS = 48
     model = model_of(dtype)
@@ -40,17 +40,20 @@ def made(ranks, kind, directory, dtype, way, gpu=None):
     if kind == "torch":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"program": PROGRAM, **({"compute_device": gpu} if gpu else {}), **({"gradients": "nvme"} if directory else {})}
-    return model, offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, options=options)
+    return model, offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, options=options, **more)
 
 
-def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None):
+def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None, overlap=False):
     """Steps done before, losses, norms, and the whole parameters at the end."""
-    model, optimizer = made(ranks, kind, directory, dtype, way, gpu)
+    more = {"overlap_backward": True} if overlap else {}
+    model, optimizer = made(ranks, kind, directory, dtype, way, gpu, **more)
     first = optimizer.resume() if kind == "offloadd" else 0
     losses, norms = [], []
     for number, x in list(enumerate(batches(steps), 1))[first:]:
         loss = model(x.chunk(ranks)[rank].to(dtype)).square()
         loss.backward()
+        if overlap:
+            assert len(optimizer._run.beside._early) > 3, "gradients are taken when FSDP has divided them"
         if kind == "offloadd":
             norms.append(float(clip_grad_norm_(model.parameters(), 0.5)))
         else:
@@ -91,7 +94,7 @@ def test_ranks_make_the_steps_of_torchs_adamw(tmp_path, way):
 def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(tmp_path):
     way, dtype = "fsdp2", torch.bfloat16
     expected = on_ranks(2, tmp_path / "store", train, "offloadd", tmp_path / "whole", dtype, way)
-    killed = on_ranks(2, tmp_path / "store-killed", train, "offloadd", tmp_path / "drive", dtype, way, STEPS, 3)
+    killed = on_ranks(2, tmp_path / "store-killed", train, "offloadd", tmp_path / "drive", dtype, way, STEPS, 3, None, True)
     assert all(isinstance(one, Ended) for one in killed)
     for other in on_ranks(3, tmp_path / "store-three", train, "offloadd", tmp_path / "drive", dtype, way):
         assert isinstance(other, offloadd.LayoutChanged), other
@@ -102,13 +105,13 @@ def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(
 
 
 def differ(rank, ranks):
-    """What happens where one rank lacks a gradient, and where parameters are copied in groups of ranks."""
+    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, and where gradients are to be taken too early."""
     model, optimizer = made(ranks, "offloadd", None, torch.float32, "ddp")
     model.module(torch.ones(1, 8)).backward()
     if rank:
         model.module.head.bias.grad = None
     told = []
-    for call in (optimizer.step, lambda: replicas().step()):
+    for call in (optimizer.step, lambda: replicas().step(), made(ranks, "offloadd", None, torch.float32, "ddp", overlap_backward=True)[1].resume):
         with pytest.raises(offloadd.NotSupported) as raised:
             call()
         told.append(str(raised.value))
@@ -123,9 +126,10 @@ def replicas():
 
 @needs_daemon
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
-    for gradients, placements in on_ranks(2, tmp_path / "store", differ):
+    for gradients, placements, early in on_ranks(2, tmp_path / "store", differ):
         assert "module.head.bias has a gradient on one of ranks" in gradients
         assert "blocks.0.linear.weight has the placements" in placements and "HSDP" in placements
+        assert "overlap_backward with module.blocks.0.linear.weight, which is whole on each rank" in early
 
 
 def checkpointed(rank, ranks, kind, directory, way, load=None, save=None):

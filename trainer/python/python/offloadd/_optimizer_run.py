@@ -35,7 +35,7 @@ from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
 from ._moments import MASTER, ParamState, ParamStates, States, check_states, state_bytes, state_of, updates_in
-from ._param_units import ParamUnit, Piece, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
+from ._param_units import ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
 from ._plan import Plan, bytes_text
 from ._ranks import Ranks
 from ._reports import Reports
@@ -51,9 +51,11 @@ _CUT = ", elements from "
 _WHOLE = "whole on each rank"
 
 
-def open_run(optimizer: torch.optim.Optimizer, settings: Settings, directory: Optional[Path], resume: bool, track: Sequence[Any]) -> "OptimizerRun":
+def open_run(
+    optimizer: torch.optim.Optimizer, settings: Settings, directory: Optional[Path], resume: bool, track: Sequence[Any], early: bool = False
+) -> "OptimizerRun":
     """Opens the run of an optimizer in its directory, or in a temporary one, and begins it or, with `resume`, continues after its last
-    committed step. The states of the objects `track` are committed too. All ranks must call it."""
+    committed step. The states of the objects `track` are committed too. `early` takes gradients in backward. All ranks must call it."""
     _opening.check_track(track)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
@@ -69,13 +71,18 @@ def open_run(optimizer: torch.optim.Optimizer, settings: Settings, directory: Op
             temporary = str(directory) if ranks.first_of_node else None
         check_name(directory)
         units = param_units(named, _elems_of(named, ranks), ranks.rank)
+        if early:
+            check_early(units, ranks.count)
         plan = ranks.together("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
         claim(plan.run_dir, "an optimizer")
         try:
-            return OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)
+            run = OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)
         except BaseException:
             disclaim(plan.run_dir)
             raise
+        if early:
+            run.beside.take_early()
+        return run
     except BaseException as error:
         ranks.meetings.end(f"{type(error).__name__}: {error}")
         ranks.meetings.close()

@@ -48,12 +48,13 @@ class _Alone(Prepared):
         socket: Optional[Directory],
         moments: str,
         commit_every: int,
+        overlap_backward: bool,
         options: Optional[Mapping[str, Any]],
         changing: Mapping[str, bool],
     ) -> None:
         """What comes before that of torch.optim. `changing` has options that change the update."""
         self._run: Optional[OptimizerRun] = None
-        self._loading, self._number = False, next(_numbers)
+        self._loading, self._number, self._overlap = False, next(_numbers), overlap_backward
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
         self._settings = _settings(directories, socket, {"moments": moments, "commit_every": commit_every, **(options or {})})
@@ -64,7 +65,7 @@ class _Alone(Prepared):
 
     def _open(self, resume: bool, track: Sequence[Any] = ()) -> OptimizerRun:
         if self._run is None:
-            self._run = open_run(self, self._settings, self._directory, resume, track)
+            self._run = open_run(self, self._settings, self._directory, resume, track, self._overlap)
         return self._run
 
     def resume(self, track: Sequence[Any] = ()) -> int:
@@ -166,8 +167,9 @@ class AdamW(_Alone, torch.optim.AdamW):
     """`torch.optim.AdamW` with fp32 masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
     in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
 
-    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `options` has further keys of the section "offloadd" of a
-    configuration, such as `resident_fraction`.
+    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while backward makes
+    others, from the second step on, or from the first one after `resume`. `options` has further keys of the section "offloadd" of a configuration, such
+    as `resident_fraction`.
 
     Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
     left in the directory. With several ranks, all must make the same calls.
@@ -191,9 +193,12 @@ class AdamW(_Alone, torch.optim.AdamW):
         socket: Optional[Directory] = None,
         moments: str = "fp32",
         commit_every: int = 1,
+        overlap_backward: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(directory, socket, moments, commit_every, options, {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable})
+        self._init(
+            directory, socket, moments, commit_every, overlap_backward, options, {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        )
         # How torch would compute changes nothing here.
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         _optimizers.add(self)
@@ -214,9 +219,10 @@ class Lion(_Alone, _lion.Lion):
         socket: Optional[Directory] = None,
         moments: str = "fp32",
         commit_every: int = 1,
+        overlap_backward: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(directory, socket, moments, commit_every, options, {})
+        self._init(directory, socket, moments, commit_every, overlap_backward, options, {})
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
         _optimizers.add(self)
 
