@@ -3,7 +3,11 @@
 import copy
 import json
 import pathlib
+import re
+import shutil
 import signal
+import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -441,6 +445,36 @@ def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule):
         lines.update(dict.fromkeys(found[1:]))
     found, killed = script(tmp_path / "killed", **kind)
     assert not killed and list(dict.fromkeys([*lines, *found[1:]])) == whole[1:]
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    """The socket of a daemon that others use too."""
+    dir = pathlib.Path(tempfile.mkdtemp(prefix="offloadd-shared-"))
+    file, socket = dir / "offloadd.toml", dir / "socket"
+    file.write_text(f'socket = "{socket}"\ndevices = ["{dir / "tiles"}"]\narena_bytes_max = "64MiB"\nrequire_locked = false\n')
+    subprocess.run([PROGRAM, "format", "--config", file, "--size", "64MiB"], check=True, capture_output=True)
+    with subprocess.Popen([PROGRAM, "serve", "--config", file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert "READY" in process.stdout.readline()
+        yield str(socket)
+        process.terminate()
+    shutil.rmtree(dir)
+
+
+@needs_daemon
+def test_a_daemon_that_others_use_has_the_tiles(tmp_path, daemon):
+    alone, _ = script(tmp_path / "alone", dtype="bfloat16")
+    _, killed = script(tmp_path / "shared", dtype="bfloat16", socket=daemon, kill=(4, "finish"))
+    assert killed and not list((tmp_path / "shared").glob("*.tiles"))
+    model = model_of()
+    other = adamw(model.named_parameters(), tmp_path / "other", socket=daemon)
+    train(model, other, batches()[:5])
+    found, _ = script(tmp_path / "shared", dtype="bfloat16", socket=daemon)
+    assert found == ["resumed 3", *alone[4:]]
+    jobs = subprocess.run([PROGRAM, "job", "list", "--socket", daemon], capture_output=True, text=True, check=True).stdout
+    assert {"shared", "other"} <= {line.rpartition("-")[0] for line in re.findall(r"\S+", jobs)}, jobs
+    other.close()
+    assert main(["delete", str(tmp_path / "other"), "--yes"]) == 0
 
 
 @needs_daemon

@@ -120,13 +120,13 @@ def differ(rank, ranks):
 
 def replicas():
     model = model_of()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
     return offloadd.optim.AdamW(model.named_parameters())
 
 
 @needs_daemon
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
-    for gradients, placements, early in on_ranks(2, tmp_path / "store", differ):
+    for gradients, placements, early in on_ranks(4, tmp_path / "store", differ):
         assert "module.head.bias has a gradient on one of ranks" in gradients
         assert "blocks.0.linear.weight has the placements" in placements and "HSDP" in placements
         assert "overlap_backward with module.blocks.0.linear.weight, which is whole on each rank" in early
