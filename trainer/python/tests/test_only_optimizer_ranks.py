@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import accelerate
 import offloadd
 import transformers
+import transformers.models.llama.modeling_llama
+import transformers.trainer
 from offloadd import _param_units
 from offloadd.optim import clip_grad_norm_
 from ranks import Ended, on_ranks
@@ -181,6 +183,7 @@ def snippet(number, dir, names):
     """Runs a snippet of the page with `names`, and returns all names that there are then."""
     text = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[number]
     text = text.replace("/mnt/nvme0/run", str(dir / "run")).replace("directory=", f'options={{"program": {PROGRAM!r}}}, directory=')
+    text = text.replace('"directory": ', f'"options": {{"program": {PROGRAM!r}}}, "directory": ')
     exec(compile(text.replace("checkpoints/1000", str(dir / "checkpoint")), f"{PAGE.name}, snippet {number}", "exec"), names)
     return names
 
@@ -227,6 +230,36 @@ def of_the_page(rank, ranks, dir, accelerated):
     snippet(3, dir, names)
     assert losses_of(names, dir, loader()) == expected
     names["optimizer"].close()
+
+
+def of_trainer(rank, ranks, dir):
+    """Hugging Face's Trainer with `--fsdp`, on torch's optimizer and on ours, which is resumed from a checkpoint."""
+    data, losses = [{name: one[0] for name, one in batch.items()} for batch in loader(32)], []
+    for number, steps in [(None, 4), (5, 2), (5, 4)]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+        more = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+        args = transformers.TrainingArguments(str(dir / "out"), fsdp=True, fsdp_config=fsdp, use_cpu=True, report_to=[], per_device_train_batch_size=1, **more)
+        # On processors Accelerate leaves its settings of FSDP out of account.
+        accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
+        names = {"model": llama(), "args": args, "data": data, "resume": steps == 4}
+        if number is None:
+            args.save_strategy = "no"
+            trainer = transformers.Trainer(llama(), args, train_dataset=data, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-2}))
+            trainer.train()
+        else:
+            trainer = snippet(number, dir, names)["trainer"]
+            assert trainer.optimizer.optimizer.steps_done == steps
+            trainer.optimizer.optimizer.close()
+        assert type(trainer.model).__name__ == "FSDPLlamaForCausalLM"
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return losses
+
+
+@needs_daemon
+def test_what_the_page_shows_of_trainer_runs(tmp_path):
+    for plain, ours, resumed in on_ranks(2, tmp_path / "store", of_trainer, tmp_path):
+        assert ours == pytest.approx(plain[:2], rel=1e-4) and resumed[:2] == ours and resumed == pytest.approx(plain, rel=1e-4)
 
 
 @needs_daemon
