@@ -299,7 +299,7 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
     plain = config("cpu", tmp_path)
     cases = [
         ({"model": None}, "pass the model"),
-        ({"config": {**plain, "optimizer": {"type": "Lamb"}}}, 'optimizer.type: "Lamb" is not supported: use "AdamW" or "Adam"'),
+        ({"config": {**plain, "optimizer": {"type": "Lamb"}}}, 'optimizer.type: "Lamb" is not supported: use "AdamW", "Adam" or "Lion"'),
         ({"config": settings("cpu", tmp_path, scheduler={"type": "Cosine"})}, "scheduler.type"),
         (
             {"config": settings("cpu", tmp_path, scheduler={"type": "WarmupLR", "params": {"total_num_steps": 3}})},

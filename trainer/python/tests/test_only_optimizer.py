@@ -1,9 +1,13 @@
-"""`offloadd.optim.AdamW`: the optimizer alone, whose parameters and gradients stay where they are."""
+"""`offloadd.optim`: the optimizer alone, whose parameters and gradients stay where they are."""
 
 import copy
 import json
 import pathlib
+import re
+import shutil
 import signal
+import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -26,10 +30,34 @@ def small_units(monkeypatch):
     monkeypatch.setattr(_param_units, "UNIT_ELEMS", 48)
 
 
-def adamw(params, dir=None, options=(), **more):
+def adamw(params, dir=None, options=(), kind=offloadd.optim.AdamW, **more):
     """The optimizer with its state in host memory, or on the drive that `dir` stands for."""
     gradients = {} if dir is None else {"gradients": "nvme"}
-    return offloadd.optim.AdamW(params, lr=1e-2, directory=dir, options={"program": PROGRAM, **gradients, **dict(options)}, **more)
+    return kind(params, lr=1e-2, directory=dir, options={"program": PROGRAM, **gradients, **dict(options)}, **more)
+
+
+class Lion(torch.optim.Optimizer):
+    """The plain definition: the sign of a mean of gradient and momentum, a decay of the weight, and another mean. Its module and its state are those of
+    lion_pytorch."""
+
+    __module__ = "lion_pytorch.lion_pytorch"
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.decoupled_wd = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = self.state[param].get("exp_avg", torch.zeros_like(param))
+                    (beta1, beta2), grad = group["betas"], param.grad
+                    update = torch.sign(beta1 * momentum + (1 - beta1) * grad) + group["weight_decay"] * param
+                    param.copy_(param - group["lr"] * update)
+                    self.state[param]["exp_avg"] = beta2 * momentum + (1 - beta2) * grad
 
 
 def values(model):
@@ -40,11 +68,18 @@ def same(ones, others):
     return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
+# An optimizer of ours, and the one in PyTorch that it is like.
+ADAMW, LION = (offloadd.optim.AdamW, torch.optim.AdamW), (offloadd.optim.Lion, Lion)
+
+
 @needs_daemon
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_has_the_bits_of_a_prepared_model(tmp_path, dtype):
-    prepared = model_of(dtype)
-    optimizer = torch.optim.AdamW(prepared.parameters(), lr=1e-2)
+@pytest.mark.parametrize(
+    "dtype, kinds",
+    [(torch.float32, ADAMW), (torch.bfloat16, ADAMW), (torch.float16, ADAMW), (torch.float32, LION), (torch.bfloat16, LION), (torch.float16, LION)],
+)
+def test_it_has_the_bits_of_a_prepared_model(tmp_path, dtype, kinds):
+    prepared, (ours, theirs) = model_of(dtype), kinds
+    optimizer = theirs(prepared.parameters(), lr=1e-2)
     with offloadd.prepare(prepared, optimizer, {**config("none", tmp_path), "gradient_accumulation_steps": 1}, run_dir=tmp_path / "run"):
         losses = train(prepared, optimizer, batches())
         expected, state = values(prepared), optimizer.state_dict()
@@ -54,7 +89,7 @@ def test_it_has_the_bits_of_a_prepared_model(tmp_path, dtype):
         ("drive, half of it in memory", tmp_path / "half", {"resident_fraction": 0.5}),
     ]:
         model = model_of(dtype)
-        optimizer = adamw(model.parameters(), dir, options)
+        optimizer = adamw(model.parameters(), dir, options, ours)
         addresses = [param.data_ptr() for param in model.parameters()]
         assert train(model, optimizer, batches()) == losses, name
         assert same(values(model), expected), name
@@ -69,10 +104,11 @@ def two_groups(model):
 
 
 @pytest.mark.parametrize("clip", [None, torch.nn.utils.clip_grad_norm_, clip_grad_norm_])
-def test_steps_are_those_of_torchs_adamw(clip):
+@pytest.mark.parametrize("kinds", [ADAMW, LION])
+def test_steps_are_those_of_the_optimizer_in_pytorch(clip, kinds):
     """Within 1e-6 in fp32: groups, a schedule, weight decay that changes, parameters without gradients, accumulated gradients, clipping, closures."""
     found = {}
-    for kind in (torch.optim.AdamW, offloadd.optim.AdamW):
+    for kind in reversed(kinds):
         model = model_of()
         groups, model.unused = two_groups(model), nn.Linear(3, 2)
         # Its memory is in another order than its elements.
@@ -85,7 +121,7 @@ def test_steps_are_those_of_torchs_adamw(clip):
                 loss = model(part, None if number % 3 else [0, 3, 1]).square()
                 (loss + model.kernel(part.view(1, 4, 1, 4)).square().mean()).backward()
             if clip is not None:
-                own = clip if kind is offloadd.optim.AdamW else torch.nn.utils.clip_grad_norm_
+                own = clip if kind is kinds[0] else torch.nn.utils.clip_grad_norm_
                 norms.append(float(own(model.parameters(), 0.3)))
             before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             optimizer.step((lambda: torch.tensor(5.0)) if number == 4 else None)
@@ -94,7 +130,7 @@ def test_steps_are_those_of_torchs_adamw(clip):
             optimizer.param_groups[0]["weight_decay"] = 0.01 * number
             optimizer.zero_grad(set_to_none=number % 2 == 0)
         found[kind] = values(model), norms, optimizer.state_dict()
-        if kind is offloadd.optim.AdamW:
+        if kind is kinds[0]:
             assert len(optimizer._run.beside.units) > 3 and any(len(pieces) > 1 for pieces in optimizer._run.beside.pieces.values())
             optimizer.close()
     (theirs, their_norms, their_state), (ours, our_norms, our_state) = found.values()
@@ -102,7 +138,9 @@ def test_steps_are_those_of_torchs_adamw(clip):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
     torch.testing.assert_close(our_norms, their_norms, rtol=1e-5, atol=0)
     assert our_state["param_groups"] == their_state["param_groups"]
-    torch.testing.assert_close(our_state["state"], their_state["state"], rtol=1e-4, atol=1e-6)
+    for key, state in their_state["state"].items():
+        torch.testing.assert_close({name: our_state["state"][key][name] for name in state}, state, rtol=1e-4, atol=1e-6)
+    assert our_state["state"].keys() == their_state["state"].keys()
 
 
 def test_clipping_reads_gradients_once(monkeypatch):
@@ -130,10 +168,60 @@ def test_clipping_reads_gradients_once(monkeypatch):
     loss()
     optimizer.step()
     optimizer.close()
-    with pytest.raises(offloadd.NotSupported, match=r"shape \(8,\) is in no offloadd.optim.AdamW"):
+    with pytest.raises(offloadd.NotSupported, match=r"shape \(8,\) is in no optimizer of offloadd.optim"):
         other = nn.Parameter(torch.ones(8))
         other.grad = torch.ones(8)
         clip_grad_norm_([other], 1.0)
+
+
+def steps_of(way, dir, dtype, **more):
+    """Values after steps of one way to train, and the units whose gradients were taken in backward and in each step."""
+    model = model_of(dtype)
+    model.unused = nn.Linear(3, 2).to(dtype)
+    optimizer = adamw(model.parameters(), dir, **more)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=way == "scaler")
+    assert optimizer.resume() == 0
+    taken, in_step = {True: [], False: []}, False
+    beside = optimizer._run.beside
+    take = beside._take
+    beside._take = lambda unit, *args: taken[in_step].append(unit.index) or take(unit, *args)
+    for number, x in enumerate(batches(4)):
+        for part in x.split(2 if way == "accumulation" else 4):
+            loss = model(part.to(dtype), [0, 3, 1] if way == "some" and number == 2 else None).square()
+            scaler.scale(loss).backward()
+        if way == "commit":
+            optimizer.commit()
+        if way == "replaced":
+            model.blocks[0].linear.weight.grad = model.blocks[0].linear.weight.grad * 2
+        if way == "skipped" and number == 1:
+            optimizer.zero_grad()
+            continue
+        if way in ("ours", "scaler"):
+            scaler.unscale_(optimizer)
+            (clip_grad_norm_ if way == "ours" else torch.nn.utils.clip_grad_norm_)(model.parameters(), 0.1)
+        in_step = True
+        scaler.step(optimizer)
+        scaler.update()
+        in_step = False
+        optimizer.zero_grad(set_to_none=way != "zeros")
+    units = len(beside.units)
+    optimizer.close()
+    return values(model), taken, units
+
+
+@needs_daemon
+@pytest.mark.parametrize("dtype, dir", [(torch.float32, False), (torch.bfloat16, True)])
+def test_gradients_that_are_taken_in_backward_change_no_bit(tmp_path, capsys, dtype, dir):
+    for way in ("plain", "commit", "scaler") if dir else ("plain", "ours", "zeros", "some", "commit", "skipped", "scaler", "accumulation", "replaced"):
+        expected, _, _ = steps_of(way, tmp_path / f"{way}-without" if dir else None, dtype)
+        capsys.readouterr()
+        found, taken, units = steps_of(way, tmp_path / way if dir else None, dtype, overlap_backward=True)
+        assert same(found, expected), way
+        # The unit that has an unused parameter waits for the step.
+        early, late = len(taken[False]), len(taken[True])
+        again = way in ("scaler", "accumulation", "replaced")
+        assert early > 0.7 * 3 * (units - 1) and (late >= 4 * (units - 1) if again else late <= 2 * units), (way, taken)
+        assert ("are taken to tiles once more" in capsys.readouterr().err) == again, way
 
 
 @needs_daemon
@@ -183,6 +271,53 @@ def test_checkpoints_of_torchs_adamw_are_loaded_and_written():
     for one, other in zip(values(back), values(model)):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
     optimizer.close()
+
+
+def test_the_state_of_another_lion_is_loaded_and_that_of_adamw_is_refused(tmp_path):
+    plain = model_of()
+    theirs = Lion(two_groups(plain), lr=1e-2)
+    train(plain, theirs, batches()[:5])
+    model = model_of()
+    optimizer = adamw(two_groups(model), kind=offloadd.optim.Lion)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(bytes_of(theirs.state_dict()))
+    train(plain, theirs, batches()[5:])
+    train(model, optimizer, batches()[5:])
+    for one, other in zip(values(plain), values(model)):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    states = optimizer.state_dict()["state"].values()
+    assert all(state.keys() == {"step", "exp_avg"} for state in states)
+    with pytest.raises(offloadd.NotSupported, match="has step, exp_avg, and AdamW's has step, exp_avg and exp_avg_sq"):
+        own = adamw(two_groups(model_of()))
+        own.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": own.state_dict()["param_groups"]})
+    own.close()
+    other = model_of()
+    adam = torch.optim.AdamW(two_groups(other), lr=1e-2)
+    train(other, adam, batches(1))
+    with pytest.raises(offloadd.NotSupported, match="and Lion's has exp_avg: load the state of a Lion"):
+        optimizer.load_state_dict({"state": adam.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.close()
+
+
+@needs_daemon
+@pytest.mark.parametrize("given", [True, False], ids=["of the script", "of the configuration"])
+def test_a_prepared_model_is_updated_with_lion_and_goes_on_without(tmp_path, given):
+    plain, model = model_of(), model_of()
+    theirs = Lion(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = train(plain, theirs, batches())
+    settings = {**config("nvme", tmp_path), "optimizer": {"type": "Lion", "params": {"lr": 1e-2, "weight_decay": 0.1}}, "gradient_clipping": 0}
+    optimizer = Lion(model.parameters(), lr=1e-2, weight_decay=0.1)
+    assert train(model, optimizer, batches()[:2]) == losses[:2]
+    if not given:
+        optimizer = None
+        model.load_state_dict(model_of().state_dict())
+    engine, optimizer, *_ = offloadd.initialize(model=model, optimizer=optimizer, config=settings, run_dir=tmp_path / "run")
+    assert train(model, optimizer, batches()[2 * given : 5]) == pytest.approx(losses[2 * given : 5], rel=1e-4)
+    engine.run.close()
+    assert train(model, optimizer, batches()[5:8]) == pytest.approx(losses[5:8], rel=1e-4)
+    engine, *_ = offloadd.initialize(model=model, optimizer=optimizer, config=settings, run_dir=tmp_path / "two")
+    assert train(model, optimizer, batches()[8:]) == pytest.approx(losses[8:], rel=1e-4)
+    engine.run.close(keep=False)
 
 
 def test_values_that_a_script_gives_to_parameters_count():
@@ -297,17 +432,49 @@ def script(directory, **given):
 
 
 @needs_daemon
-def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path):
-    kind = {"dtype": "bfloat16", "moments": "bf16"}
+@pytest.mark.parametrize("rule", ["AdamW", "Lion"])
+def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule):
+    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule}
     whole, _ = script(tmp_path / "whole", **kind)
     lines = {}
-    for kill, resumed in [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]:
+    kills = [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]
+    for kill, resumed in kills if rule == "AdamW" else kills[:2]:
         found, killed = script(tmp_path / "killed", **kind, kill=kill)
         # Each step is committed when it ends.
         assert killed and found[0] == f"resumed {resumed}", (kill, found)
         lines.update(dict.fromkeys(found[1:]))
     found, killed = script(tmp_path / "killed", **kind)
     assert not killed and list(dict.fromkeys([*lines, *found[1:]])) == whole[1:]
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    """The socket of a daemon that others use too."""
+    dir = pathlib.Path(tempfile.mkdtemp(prefix="offloadd-shared-"))
+    file, socket = dir / "offloadd.toml", dir / "socket"
+    file.write_text(f'socket = "{socket}"\ndevices = ["{dir / "tiles"}"]\narena_bytes_max = "64MiB"\nrequire_locked = false\n')
+    subprocess.run([PROGRAM, "format", "--config", file, "--size", "64MiB"], check=True, capture_output=True)
+    with subprocess.Popen([PROGRAM, "serve", "--config", file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert "READY" in process.stdout.readline()
+        yield str(socket)
+        process.terminate()
+    shutil.rmtree(dir)
+
+
+@needs_daemon
+def test_a_daemon_that_others_use_has_the_tiles(tmp_path, daemon):
+    alone, _ = script(tmp_path / "alone", dtype="bfloat16")
+    _, killed = script(tmp_path / "shared", dtype="bfloat16", socket=daemon, kill=(4, "finish"))
+    assert killed and not list((tmp_path / "shared").glob("*.tiles"))
+    model = model_of()
+    other = adamw(model.named_parameters(), tmp_path / "other", socket=daemon)
+    train(model, other, batches()[:5])
+    found, _ = script(tmp_path / "shared", dtype="bfloat16", socket=daemon)
+    assert found == ["resumed 3", *alone[4:]]
+    jobs = subprocess.run([PROGRAM, "job", "list", "--socket", daemon], capture_output=True, text=True, check=True).stdout
+    assert {"shared", "other"} <= {line.rpartition("-")[0] for line in re.findall(r"\S+", jobs)}, jobs
+    other.close()
+    assert main(["delete", str(tmp_path / "other"), "--yes"]) == 0
 
 
 @needs_daemon
@@ -331,6 +498,7 @@ def test_another_optimizer_is_refused_by_name_and_a_new_start_replaces(tmp_path)
         ([(name, nn.Parameter(torch.ones(3)) if name == "head.bias" else param) for name, param in model_of().named_parameters()], {}, r"head.bias \(1,\)"),
         (list(reversed(list(model_of().named_parameters()))), {}, "begun with blocks.0.linear.weight .* where the model has head.bias"),
         (list(model_of().named_parameters()), {"moments": "bf16"}, "begun with moments in fp32"),
+        (list(model_of().named_parameters()), {"kind": offloadd.optim.Lion}, "begun with AdamW, and the optimizer is now Lion"),
     ]:
         with pytest.raises(offloadd.LayoutChanged, match=message):
             begin(named, **more)

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import accelerate
 import offloadd
 import transformers
+import transformers.models.llama.modeling_llama
+import transformers.trainer
 from offloadd import _param_units
 from offloadd.optim import clip_grad_norm_
 from ranks import Ended, on_ranks
@@ -25,7 +27,7 @@ from test_runs import PROGRAM, batches, model_of, needs_daemon
 STEPS = 6
 
 
-def made(ranks, kind, directory, dtype, way, gpu=None):
+def made(ranks, kind, directory, dtype, way, gpu=None, **more):
     """A model and its optimizer. The head has one row, so all ranks but the first have nothing of it."""
     _param_units.UNIT_ELEMS = 48
     model = model_of(dtype)
@@ -40,17 +42,20 @@ def made(ranks, kind, directory, dtype, way, gpu=None):
     if kind == "torch":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"program": PROGRAM, **({"compute_device": gpu} if gpu else {}), **({"gradients": "nvme"} if directory else {})}
-    return model, offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, options=options)
+    return model, offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, options=options, **more)
 
 
-def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None):
+def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None, overlap=False):
     """Steps done before, losses, norms, and the whole parameters at the end."""
-    model, optimizer = made(ranks, kind, directory, dtype, way, gpu)
+    more = {"overlap_backward": True} if overlap else {}
+    model, optimizer = made(ranks, kind, directory, dtype, way, gpu, **more)
     first = optimizer.resume() if kind == "offloadd" else 0
     losses, norms = [], []
     for number, x in list(enumerate(batches(steps), 1))[first:]:
         loss = model(x.chunk(ranks)[rank].to(dtype)).square()
         loss.backward()
+        if overlap:
+            assert len(optimizer._run.beside._early) > 3, "gradients are taken when FSDP has divided them"
         if kind == "offloadd":
             norms.append(float(clip_grad_norm_(model.parameters(), 0.5)))
         else:
@@ -91,7 +96,7 @@ def test_ranks_make_the_steps_of_torchs_adamw(tmp_path, way):
 def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(tmp_path):
     way, dtype = "fsdp2", torch.bfloat16
     expected = on_ranks(2, tmp_path / "store", train, "offloadd", tmp_path / "whole", dtype, way)
-    killed = on_ranks(2, tmp_path / "store-killed", train, "offloadd", tmp_path / "drive", dtype, way, STEPS, 3)
+    killed = on_ranks(2, tmp_path / "store-killed", train, "offloadd", tmp_path / "drive", dtype, way, STEPS, 3, None, True)
     assert all(isinstance(one, Ended) for one in killed)
     for other in on_ranks(3, tmp_path / "store-three", train, "offloadd", tmp_path / "drive", dtype, way):
         assert isinstance(other, offloadd.LayoutChanged), other
@@ -102,13 +107,13 @@ def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(
 
 
 def differ(rank, ranks):
-    """What happens where one rank lacks a gradient, and where parameters are copied in groups of ranks."""
+    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, and where gradients are to be taken too early."""
     model, optimizer = made(ranks, "offloadd", None, torch.float32, "ddp")
     model.module(torch.ones(1, 8)).backward()
     if rank:
         model.module.head.bias.grad = None
     told = []
-    for call in (optimizer.step, lambda: replicas().step()):
+    for call in (optimizer.step, lambda: replicas().step(), made(ranks, "offloadd", None, torch.float32, "ddp", overlap_backward=True)[1].resume):
         with pytest.raises(offloadd.NotSupported) as raised:
             call()
         told.append(str(raised.value))
@@ -117,15 +122,16 @@ def differ(rank, ranks):
 
 def replicas():
     model = model_of()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))
     return offloadd.optim.AdamW(model.named_parameters())
 
 
 @needs_daemon
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
-    for gradients, placements in on_ranks(2, tmp_path / "store", differ):
+    for gradients, placements, early in on_ranks(4, tmp_path / "store", differ):
         assert "module.head.bias has a gradient on one of ranks" in gradients
         assert "blocks.0.linear.weight has the placements" in placements and "HSDP" in placements
+        assert "overlap_backward with module.blocks.0.linear.weight, which is whole on each rank" in early
 
 
 def checkpointed(rank, ranks, kind, directory, way, load=None, save=None):
@@ -177,6 +183,7 @@ def snippet(number, dir, names):
     """Runs a snippet of the page with `names`, and returns all names that there are then."""
     text = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[number]
     text = text.replace("/mnt/nvme0/run", str(dir / "run")).replace("directory=", f'options={{"program": {PROGRAM!r}}}, directory=')
+    text = text.replace('"directory": ', f'"options": {{"program": {PROGRAM!r}}}, "directory": ')
     exec(compile(text.replace("checkpoints/1000", str(dir / "checkpoint")), f"{PAGE.name}, snippet {number}", "exec"), names)
     return names
 
@@ -223,6 +230,36 @@ def of_the_page(rank, ranks, dir, accelerated):
     snippet(3, dir, names)
     assert losses_of(names, dir, loader()) == expected
     names["optimizer"].close()
+
+
+def of_trainer(rank, ranks, dir):
+    """Hugging Face's Trainer with `--fsdp`, on torch's optimizer and on ours, which is resumed from a checkpoint."""
+    data, losses = [{name: one[0] for name, one in batch.items()} for batch in loader(32)], []
+    for number, steps in [(None, 4), (5, 2), (5, 4)]:
+        accelerate.state.AcceleratorState._reset_state(True)
+        fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+        more = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
+        args = transformers.TrainingArguments(str(dir / "out"), fsdp=True, fsdp_config=fsdp, use_cpu=True, report_to=[], per_device_train_batch_size=1, **more)
+        # On processors Accelerate leaves its settings of FSDP out of account.
+        accelerate.PartialState._shared_state["distributed_type"] = accelerate.DistributedType.MULTI_GPU
+        names = {"model": llama(), "args": args, "data": data, "resume": steps == 4}
+        if number is None:
+            args.save_strategy = "no"
+            trainer = transformers.Trainer(llama(), args, train_dataset=data, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-2}))
+            trainer.train()
+        else:
+            trainer = snippet(number, dir, names)["trainer"]
+            assert trainer.optimizer.optimizer.steps_done == steps
+            trainer.optimizer.optimizer.close()
+        assert type(trainer.model).__name__ == "FSDPLlamaForCausalLM"
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return losses
+
+
+@needs_daemon
+def test_what_the_page_shows_of_trainer_runs(tmp_path):
+    for plain, ours, resumed in on_ranks(2, tmp_path / "store", of_trainer, tmp_path):
+        assert ours == pytest.approx(plain[:2], rel=1e-4) and resumed[:2] == ours and resumed == pytest.approx(plain, rel=1e-4)
 
 
 @needs_daemon

@@ -12,6 +12,7 @@ from typing import Any, Iterable, NamedTuple, Optional, Sequence
 import torch
 from torch import nn
 
+from ._console import say
 from ._errors import NotSupported
 from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
@@ -25,6 +26,10 @@ class Seen(NamedTuple):
 
     grad: "weakref.ref[torch.Tensor]"
     version: tuple[int, ...]
+
+    def is_of(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient is this one, unchanged."""
+        return self.grad() is grad and self.version == _version(grad)
 
 
 class Beside:
@@ -44,6 +49,11 @@ class Beside:
         # The gradients of this step that were handed over, and the sum of squares of each parameter's, over all ranks.
         self.seen: dict[int, Seen] = {}
         self.square_sums: dict[int, float] = {}
+        # Gradients that have come in this step's backward, and the units whose gradients were handed over there.
+        self._came: dict[int, Seen] = {}
+        self._early: set[int] = set()
+        self._came_again = self._said = False
+        self._hooks: list[Any] = []
         self._watches: dict[int, Watch] = {}
         self._written: dict[int, tuple[int, ...]] = {}
         self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
@@ -72,39 +82,25 @@ class Beside:
 
     def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether these gradients, unchanged, were handed over already."""
-        return bool(self.seen) and self.seen.keys() == grads.keys() and all(self._is_seen(key, grad) for key, grad in grads.items())
-
-    def _is_seen(self, key: int, grad: torch.Tensor) -> bool:
-        return self.seen[key].grad() is grad and self.seen[key].version == _version(grad)
+        return bool(self.seen) and self.seen.keys() == grads.keys() and all(self.seen[key].is_of(grad) for key, grad in grads.items())
 
     def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was changed since it was handed over."""
-        changed = (key for key, grad in grads.items() if key in self.seen and self.seen[key].grad() is grad and not self._is_seen(key, grad))
+        changed = (key for key, grad in grads.items() if key in self.seen and self.seen[key].grad() is grad and not self.seen[key].is_of(grad))
         return self.name_of.get(next(changed, 0))
 
     def hand_over(self, grads: dict[int, torch.Tensor]) -> None:
-        """Takes gradients to their tiles, and adds up their squares."""
+        """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares."""
+        early = self._early if self._is_early(grads) else set()
         self.forget()
-        self.core.begin_step()
+        if not early:
+            self.core.begin_step()
         units = [unit for unit in self.units if any(id(piece.param) in grads for piece in unit.params)]
-        self.core.announce([(True, unit.index) for unit in units])
+        late = [unit for unit in units if unit.index not in early]
+        self.core.announce([(True, unit.index) for unit in late])
         flats: dict[int, torch.Tensor] = {}
-        for unit in units:
-            buffer = self.memory.gradient_buffer(unit)
-            to, come = [], []
-            for piece, view in zip(unit.params, unit.views(buffer)):
-                grad = grads.get(id(piece.param))
-                if grad is None or not piece.own:
-                    continue
-                if piece.start == 0 or id(piece.param) not in flats:
-                    flats[id(piece.param)] = self._flat_grad(piece, grad)
-                to.append(view)
-                come.append(piece.of(flats[id(piece.param)]))
-                if piece.start + piece.own == len(flats[id(piece.param)]):
-                    del flats[id(piece.param)]
-            if to:
-                torch._foreach_copy_(to, come)
-            self.memory.hand_over(unit)
+        for unit in late:
+            self._take(unit, grads, flats)
         squares = self.memory.square_sums()
         sums = dict.fromkeys(grads, 0.0)
         for unit in units:
@@ -115,6 +111,67 @@ class Beside:
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
         self.seen = {key: Seen(weakref.ref(grad), _version(grad)) for key, grad in grads.items()}
+
+    def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
+        """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
+        buffer = self.memory.gradient_buffer(unit)
+        to, come = [], []
+        for piece, view in zip(unit.params, unit.views(buffer)):
+            grad = grads.get(id(piece.param))
+            if grad is None or not piece.own:
+                continue
+            if piece.start == 0 or id(piece.param) not in flats:
+                flats[id(piece.param)] = self._flat_grad(piece, grad)
+            to.append(view)
+            come.append(piece.of(flats[id(piece.param)]))
+            if piece.start + piece.own == len(flats[id(piece.param)]):
+                del flats[id(piece.param)]
+        if to:
+            torch._foreach_copy_(to, come)
+        self.memory.hand_over(unit)
+
+    def take_early(self) -> None:
+        """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
+        # The parameters outlive the optimizer.
+        beside = weakref.WeakMethod(self._come)
+
+        def come(param: torch.Tensor) -> None:
+            call = beside()
+            if call is not None:
+                call(param)
+
+        self._hooks = [param.register_post_accumulate_grad_hook(come) for _, param in self.named]
+
+    @torch.no_grad()
+    def _come(self, param: torch.Tensor) -> None:
+        """Backward has made the gradient of a parameter."""
+        if id(param) in self._came or self.seen:
+            self._came_again = True
+        if self._came_again:
+            return
+        if not self._came:
+            self.core.begin_step()
+        self._came[id(param)] = Seen(weakref.ref(param.grad), _version(param.grad))
+        for unit, _ in self.pieces[id(param)]:
+            if all(id(piece.param) in self._came for piece in unit.params):
+                # Until it ends: what an interrupt leaves is not used.
+                self._came_again = True
+                self.core.announce([(True, unit.index)])
+                self._take(unit, {id(piece.param): piece.param.grad for piece in unit.params}, {})
+                self._early.add(unit.index)
+                self._came_again = False
+
+    def _is_early(self, grads: dict[int, torch.Tensor]) -> bool:
+        """Whether what was taken in backward is what `grads` has of it."""
+        taken = {id(piece.param) for unit in self.units if unit.index in self._early for piece in unit.params}
+        holds = not self._came_again and all(key in grads and self._came[key].is_of(grads[key]) for key in taken)
+        if self._hooks and not holds and not self._said:
+            self._said = True
+            say(
+                "overlap_backward: gradients were changed after backward had made them (by a second backward, a scaler, or clipping in place), and are taken "
+                "to tiles once more in each such step: leave overlap_backward out, or clip with offloadd.optim.clip_grad_norm_"
+            )
+        return holds and bool(taken)
 
     def _flat_grad(self, piece: Piece, grad: torch.Tensor) -> torch.Tensor:
         """This rank's elements of a gradient, in the order of the parameter's memory."""
@@ -132,6 +189,7 @@ class Beside:
     def forget(self) -> None:
         """Forgets what was handed over."""
         self.seen, self.square_sums = {}, {}
+        self._came, self._early, self._came_again = {}, set(), False
 
     # Parameters
 
@@ -194,7 +252,9 @@ class Beside:
         return flat
 
     def detach(self) -> None:
-        """Watches the parameters no more."""
+        """Watches the parameters no more, and lets their gradients be."""
+        for hook in self._hooks:
+            hook.remove()
         for watched in self._watches.values():
             unwatch(watched.params)
 

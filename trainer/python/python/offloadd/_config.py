@@ -48,7 +48,7 @@ class Settings:
     csv_monitor: Optional[Mapping[str, Any]]
     # Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
     fp32_gradients: bool
-    # lr, betas, eps and weight_decay of AdamW, where the configuration has an optimizer.
+    # type, lr, betas, eps and weight_decay, where the configuration has an optimizer.
     optimizer: Optional[Mapping[str, Any]]
     scheduler: Optional[Mapping[str, Any]]
     # The key offloadd.run_dir.
@@ -81,6 +81,8 @@ class Settings:
     default_dir: Path
     # The whole configuration.
     json: Mapping[str, Any] = field(default_factory=dict)
+    # "AdamW" or "Lion": whose rule updates tiles. The script's optimizer says it.
+    rule: str = "AdamW"
 
     def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:
         """Directory of a monitor's files, if it is enabled."""

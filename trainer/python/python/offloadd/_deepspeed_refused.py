@@ -15,6 +15,7 @@ _EXPERTS = "expert parallelism is not supported: use the experts of the model it
 _RANKS = "all ranks compute the whole model, each on its part of a batch: leave it out"
 _WHOLE_DATA = "the data comes in the order of the script's loader, whole: leave it out"
 _ADAM = "the engine updates with Adam or AdamW: use torch.optim.AdamW"
+_LION = 'name it in the configuration ("optimizer": {"type": "Lion"}), or use lion_pytorch.Lion'
 _KERNELS = "the model computes with its own modules: build it without DeepSpeed's layers"
 _DRIVES = 'offloadd moves state by itself: set zero_optimization.offload_param.device = "nvme"; to measure a drive use bench-io'
 _INSTEAD = {
@@ -42,9 +43,9 @@ _INSTEAD = {
     "OnebitAdam": "gradients are not compressed: use AdamW",
     "OnebitLamb": "gradients are not compressed: use AdamW",
     "DeepSpeedCPUAdagrad": _ADAM,
-    "DeepSpeedCPULion": _ADAM,
+    "DeepSpeedCPULion": _LION,
     "FusedLamb": _ADAM,
-    "FusedLion": _ADAM,
+    "FusedLion": _LION,
     "fused_optimizer": _ADAM,
     "unfused_optimizer": _ADAM,
     "op_builder": _DRIVES,

@@ -30,6 +30,7 @@ _PATCHES = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("offloadd._wrappers", "patch_fsdp"),
     "torch.distributed.fsdp.fully_sharded_data_parallel": ("offloadd._wrappers", "patch_fsdp"),
     "transformers.trainer": ("offloadd._trainer", "patch_trainer"),
+    "transformers.training_args": ("offloadd._trainer", "patch_arguments"),
 }
 
 
@@ -135,5 +136,5 @@ def install():
         if name in sys.modules:
             return f"{name} is imported already and has looked for deepspeed: import offloadd.as_deepspeed before it"
     sys.meta_path.insert(0, Finder())
-    patch("accelerate.accelerator", "accelerate.state", "transformers.trainer", *_LIGHTNING)
+    patch("accelerate.accelerator", "accelerate.state", "transformers.trainer", "transformers.training_args", *_LIGHTNING)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Sequence
 
 import torch
 from torch import nn
@@ -14,13 +14,11 @@ from ._errors import Error, NotSupported
 from ._plan import bytes_text
 from ._released import Copied, Origin, Reader
 from ._rewriting import Rewriting
+from ._supported_optimizers import MOMENTS
 from ._units import Unit
 
 # Key of an fp32 master in the state of a 16-bit parameter, which plain PyTorch does not have.
 MASTER = "master_param"
-
-# Moments of a parameter in PyTorch's form.
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 ParamStates = dict[int, dict[str, Any]]
 
@@ -30,6 +28,7 @@ class Moments:
 
     def __init__(self, commits: Commits, rewriting: Rewriting) -> None:
         self._commits, self._rewriting = commits, rewriting
+        self.names = MOMENTS[commits.settings.rule]
         self.gathering, self.reading = commits.engine.gathering, commits.engine.reading
 
     def params(self) -> list[nn.Parameter]:
@@ -40,14 +39,14 @@ class Moments:
     @property
     def bytes(self) -> int:
         """Bytes of all moments, and of the masters that go with them."""
-        return sum(param.numel() * (8 if param.dtype == torch.float32 else 12) for param in self.params())
+        return sum(param.numel() * state_bytes(param, self.names) for param in self.params())
 
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""
         return self._commits.updates.get(self._commits.layout.index_of.get(id(param), -1), 0)
 
     def read(self, unit: Unit) -> list[torch.Tensor]:
-        """Masters, momentum and variance of a trained unit in fp32, in host memory. All ranks must call it."""
+        """Masters, momentum and variance of a trained unit in fp32, in host memory; zeros where the optimizer has no variance. All ranks must call it."""
         flats, ranks = _fp32_like(unit), self._commits.ranks
         ranks.meet(f"read the moments of {unit.name}")
         self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
@@ -59,7 +58,7 @@ class Moments:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         commits, gathering = self._commits, self.gathering
-        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params})
+        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params}, self.names)
         units = [unit for unit in gathering.units if unit.trained]
         commits.seal()
         present = {}
@@ -67,12 +66,12 @@ class Moments:
             if any(MASTER in states.get(id(param), ()) for param in unit.params):
                 with gathering.gathered(unit):
                     present[unit] = unit.flat.to("cpu", copy=True)
-        commits.updates = {commits.layout.index_of[key]: int(state["step"]) for key, state in states.items()}
+        commits.updates = {commits.layout.index_of[key]: updates_in(state) for key, state in states.items()}
         with self._rewriting.committing(units, "moments"):
             for unit in units:
                 flats, exact = _fp32_like(unit), []
                 for index, param in enumerate(unit.params):
-                    if id(param) in states and _fill(flats, unit, index, states[id(param)], present.get(unit)):
+                    if id(param) in states and _fill(flats, unit, index, states[id(param)], present.get(unit), self.names):
                         exact.append(index)
                 commits.core.rewrite_state(unit.index, [flat.data_ptr() for flat in flats], list(range(len(unit.params))), exact)
         commits.engine.stale()
@@ -88,10 +87,10 @@ def _fp32_like(unit: Unit) -> list[torch.Tensor]:
     return [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)]
 
 
-def _fill(flats: list[torch.Tensor], unit: Unit, index: int, state: dict[str, Any], present: Optional[torch.Tensor]) -> bool:
+def _fill(flats: list[torch.Tensor], unit: Unit, index: int, state: dict[str, Any], present: Optional[torch.Tensor], names: Sequence[str]) -> bool:
     """Copies a parameter's state to its place in `flats`. Returns whether it has a master that belongs to the values `present`."""
     param, offset, (masters, *moments) = unit.params[index], unit.offsets[index], flats
-    for flat, name in zip(moments, MOMENTS):
+    for flat, name in zip(moments, names):
         Unit.view_of(flat, param, offset).copy_(state[name])
     master = state.get(MASTER)
     # Weights that were loaded since the state was saved have masters of their own.
@@ -113,10 +112,20 @@ class ParamState(dict):
         return dict, ({name: plain(value) for name, value in self.items()},)
 
 
-def state_of(param: torch.Tensor, updates: int, values: list[torch.Tensor], name: Callable[[], str], reader: Reader) -> ParamState:
-    """The state of a parameter that has `updates`, of its fp32 master and moments."""
+def state_bytes(param: torch.Tensor, names: Sequence[str]) -> int:
+    """Bytes of an element's moments `names` in PyTorch's form, and of the master of a 16-bit parameter."""
+    return 4 * (len(names) + (param.dtype != torch.float32))
+
+
+def updates_in(state: Mapping[str, Any]) -> int:
+    """Updates that a state in PyTorch's form has had. Others' Lion does not count them, and computes without their number."""
+    return int(state.get("step", 1))
+
+
+def state_of(param: torch.Tensor, updates: int, values: list[torch.Tensor], name: Callable[[], str], reader: Reader, names: Sequence[str]) -> ParamState:
+    """The state of a parameter that has `updates`, of its fp32 master and its moments `names`."""
     step, master, *others = (torch.tensor(float(updates)), *values)
-    found = {"step": step, **dict(zip(MOMENTS, others))}
+    found = {"step": step, **dict(zip(names, others))}
     if param.dtype != torch.float32:
         found[MASTER] = master
     return ParamState({key: _to_read(value, name, reader) for key, value in found.items()})
@@ -162,7 +171,7 @@ class States(Mapping):
             self._read = unit, moments.read(unit)
         offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
         values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
-        return state_of(param, updates, values, lambda: gathering.name(param), reading)
+        return state_of(param, updates, values, lambda: gathering.name(param), reading, moments.names)
 
     def __setitem__(self, *_: Any, **__: Any) -> Any:
         raise no_write("optimizer.state")
@@ -173,17 +182,21 @@ class States(Mapping):
         raise NotSupported("optimizer.state lies in tiles: save optimizer.state_dict()")
 
 
-def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size]) -> None:
-    """Refuses states to load, by the id of their parameter, that no AdamW wrote."""
+def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], moments: Sequence[str]) -> None:
+    """Refuses states to load, by the id of their parameter, that have other moments than these."""
+    rule = next(rule for rule, of_rule in MOMENTS.items() if of_rule == moments)
+    others = {one for of_rule in MOMENTS.values() for one in of_rule}.difference(moments)
+    needed = moments if rule == "Lion" else ("step", *moments)
     for key, state in states.items():
         if key not in shapes:
             raise Error("the optimizer's state has a parameter that is not in the run: load the state of this model's optimizer")
-        if not {"step", *MOMENTS} <= state.keys() or "max_exp_avg_sq" in state:
+        if not state.keys() >= set(needed) or not others.union(["max_exp_avg_sq"]).isdisjoint(state):
+            like = "load the state of an AdamW without amsgrad" if rule == "AdamW" else f"load the state of a {rule}"
+            *first, last = needed
             raise NotSupported(
-                f"the state of {names[key][0]} has {', '.join(map(str, state))}, and AdamW's has step, exp_avg and exp_avg_sq: load the state of an AdamW "
-                "without amsgrad"
+                f"the state of {names[key][0]} has {', '.join(map(str, state))}, and {rule}'s has {' and '.join([', '.join(first), last] if first else [last])}: {like}"
             )
-        for name in MOMENTS:
+        for name in moments:
             if state[name].shape != shapes[key]:
                 raise Error(
                     f"{name} of {names[key][0]} has the shape {tuple(state[name].shape)}, and the parameter has {tuple(shapes[key])}: load the state of "

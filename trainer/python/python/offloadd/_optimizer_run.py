@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -33,15 +34,15 @@ from ._console import say
 from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
-from ._moments import MASTER, MOMENTS, ParamState, ParamStates, States, check_states, state_of
-from ._param_units import ParamUnit, Piece, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
+from ._moments import MASTER, ParamState, ParamStates, States, check_states, state_bytes, state_of, updates_in
+from ._param_units import ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
 from ._plan import Plan, bytes_text
 from ._ranks import Ranks
 from ._reports import Reports
 from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
 from ._steps import groups_of
-from ._supported_optimizers import check_settings
+from ._supported_optimizers import MOMENTS, check_settings, rule_of
 
 
 # What the name of a later part of a parameter has between the name and its first element.
@@ -50,13 +51,16 @@ _CUT = ", elements from "
 _WHOLE = "whole on each rank"
 
 
-def open_run(optimizer: torch.optim.Optimizer, settings: Settings, directory: Optional[Path], resume: bool, track: Sequence[Any]) -> "OptimizerRun":
+def open_run(
+    optimizer: torch.optim.Optimizer, settings: Settings, directory: Optional[Path], resume: bool, track: Sequence[Any], early: bool = False
+) -> "OptimizerRun":
     """Opens the run of an optimizer in its directory, or in a temporary one, and begins it or, with `resume`, continues after its last
-    committed step. The states of the objects `track` are committed too. All ranks must call it."""
+    committed step. The states of the objects `track` are committed too. `early` takes gradients in backward. All ranks must call it."""
     _opening.check_track(track)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
     check_params(named, ranks.count)
+    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
     gpu = gpu_of(settings, (local_of(param) for _, param in named))
     ranks.open(len(named))
     try:
@@ -67,13 +71,18 @@ def open_run(optimizer: torch.optim.Optimizer, settings: Settings, directory: Op
             temporary = str(directory) if ranks.first_of_node else None
         check_name(directory)
         units = param_units(named, _elems_of(named, ranks), ranks.rank)
+        if early:
+            check_early(units, ranks.count)
         plan = ranks.together("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
         claim(plan.run_dir, "an optimizer")
         try:
-            return OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)
+            run = OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)
         except BaseException:
             disclaim(plan.run_dir)
             raise
+        if early:
+            run.beside.take_early()
+        return run
     except BaseException as error:
         ranks.meetings.end(f"{type(error).__name__}: {error}")
         ranks.meetings.close()
@@ -117,6 +126,7 @@ class OptimizerRun:
     ) -> None:
         self.optimizer, self.ranks, self.plan, self.settings, self.run_dir = optimizer, ranks, plan, plan.settings, plan.run_dir
         self.closed, self._process, self._temporary = True, os.getpid(), temporary
+        self.names = MOMENTS[self.settings.rule]
         # Factor of the gradient of each parameter in this step.
         self._scales: dict[int, float] = {}
         # Steps since the last commit.
@@ -339,7 +349,7 @@ class OptimizerRun:
     @property
     def moment_bytes(self) -> int:
         """Bytes of this rank's moments, and of the masters that go with them."""
-        return sum(local_of(param).numel() * (8 if param.dtype == torch.float32 else 12) for param in self.updated())
+        return sum(local_of(param).numel() * state_bytes(param, self.names) for param in self.updated())
 
     def read(self, unit: ParamUnit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a unit in fp32, in host memory. All ranks must call it."""
@@ -354,21 +364,21 @@ class OptimizerRun:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         beside, index_of = self.beside, self.commits.layout.index_of
         params = {id(param): param for _, param in beside.named}
-        check_states(states, {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()})
+        check_states(states, {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}, self.names)
         self._take_changes()
         self.forget_gradients()
         self.commits.updates = {}
         # A script that loads a state goes on from there.
-        self.commits.steps_done = max((int(state["step"]) for state in states.values()), default=0)
+        self.commits.steps_done = max(map(updates_in, states.values()), default=0)
         for key, state in states.items():
             for unit, index in beside.pieces[key]:
-                self.commits.updates[index_of[id(unit.params[index])]] = int(state["step"])
+                self.commits.updates[index_of[id(unit.params[index])]] = updates_in(state)
         with self._rewriting(beside.units, "moments"):
             for unit in beside.units:
                 flats, exact = [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)], []
                 for index, piece in enumerate(unit.params):
                     state = states.get(id(piece.param))
-                    if state is not None and _fill_piece([unit.views(flat)[index] for flat in flats], piece, state):
+                    if state is not None and _fill_piece([unit.views(flat)[index] for flat in flats], piece, state, self.names):
                         exact.append(index)
                 addresses = [unit.address(flat.data_ptr(), 4) for flat in flats]
                 self.core.rewrite_state(unit.index, addresses, _in_plan(unit, range(len(unit.params))), _in_plan(unit, exact))
@@ -470,7 +480,7 @@ class OptimizerStates(States):
         values = [flat.as_strided(local.size(), local.stride()) for flat in flats]
         if is_dtensor(param):
             values = [_as_dtensor(value, param) for value in values]
-        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run)
+        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names)
 
 
 def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:
@@ -481,11 +491,11 @@ def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:
     return type(param.data)(value, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
 
 
-def _fill_piece(views: list[torch.Tensor], piece: Piece, state: dict[str, Any]) -> bool:
+def _fill_piece(views: list[torch.Tensor], piece: Piece, state: dict[str, Any], names: Sequence[str]) -> bool:
     """Copies a parameter's state to the `views` of a piece. Returns whether it has a master that belongs to the values of the parameter."""
     local = local_of(piece.param)
     part = lambda value: piece.of(flat_like(_part_of(value, piece.param).to("cpu", torch.float32), local))
-    for view, name in zip(views[1:], MOMENTS):
+    for view, name in zip(views[1:], names):
         view.copy_(part(state[name]))
     if MASTER not in state:
         return False

@@ -168,6 +168,16 @@ def _check_mesh(name: str, param: Any, ranks: int) -> None:
         )
 
 
+def check_early(units: Sequence[ParamUnit], ranks: int) -> None:
+    """Refuses to take gradients in backward where they are not final there."""
+    whole = next((piece.name for unit in units if not unit.sharded for piece in unit.params), None)
+    if ranks > 1 and whole is not None:
+        raise NotSupported(
+            f"overlap_backward with {whole}, which is whole on each rank: gradients are added up after backward has made them; leave overlap_backward out, or "
+            "divide the parameters with fully_shard"
+        )
+
+
 def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int) -> list[ParamUnit]:
     """Units of the parameters, in their order, by their type and whether they are divided. `elems_of` has the elements of each parameter that each
     rank has."""

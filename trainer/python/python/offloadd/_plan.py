@@ -187,6 +187,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         "resident_fraction": settings.resident_fraction,
         "gradients_fraction": _gradients_fraction(settings, units, places),
         "moments": settings.moments,
+        "optimizer": settings.rule,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import sys
 import weakref
@@ -44,6 +45,7 @@ from ._returning import has_room, return_values
 from ._rewriting import Rewriting
 from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
 from ._steps import Steps
+from ._supported_optimizers import rule_of
 from ._units import Unit, units_of
 from ._untrained import Untrained, WeightsDiffer, beside, check_moves
 from ._weights import Weights, each_weight, write_weights
@@ -63,7 +65,7 @@ def prepare(
     plan_only: bool = False,
     resume: bool = True,
 ) -> Any:
-    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), and changes both in place. Without an optimizer
+    """Takes over the parameters of `model` and the update of `optimizer` (Adam, AdamW or Lion), and changes both in place. Without an optimizer
     (None) nothing is trained, whatever requires gradients: tiles have the parameters alone and are written once.
 
     `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory
@@ -85,6 +87,7 @@ def prepare(
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
     settings, trains = settings_of(config, schedules=False), optimizer is not None
+    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
     if not trains:
         check_moves(settings)
         run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), Untrained()

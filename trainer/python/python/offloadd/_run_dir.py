@@ -115,8 +115,14 @@ def check_place(run_dir: Path) -> None:
 
 
 def check_moments(run_dir: Path, settings: Settings) -> None:
-    """Refuses a run whose tiles have moments of another type."""
-    kept = json.loads((run_dir / STORE).read_text() or "{}").get("moments", "fp32")
+    """Refuses a run whose tiles have other moments, or moments of another type."""
+    store = json.loads((run_dir / STORE).read_text() or "{}")
+    rule, kept = store.get("optimizer", "AdamW"), store.get("moments", "fp32")
+    if rule != settings.rule:
+        raise LayoutChanged(
+            f"{run_dir}: it was begun with {rule}, and the optimizer is now {settings.rule}: its moments are others; use {rule}, or name another "
+            "run_dir (for Hugging Face's Trainer another output_dir)"
+        )
     if kept != settings.moments:
         raise LayoutChanged(
             f"{run_dir}: it was begun with moments in {kept}, and offloadd.moments is now {settings.moments}; set it to {kept}, or name another "
@@ -147,6 +153,8 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
     store["socket"] = str(settings.socket.absolute()) if settings.socket else None
     if settings.moments != "fp32":
         store["moments"] = settings.moments
+    if settings.rule != "AdamW":
+        store["optimizer"] = settings.rule
     if places.nodes > 1 and settings.device == "nvme":
         store["nodes"] = places.nodes
     text = json.dumps(store)

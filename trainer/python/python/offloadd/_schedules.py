@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from . import _offloadd
 from ._config import Settings
+from ._lion import Lion
 
 # Names of DeepSpeed's schedulers.
 SCHEDULERS = tuple(name for name, _ in _offloadd.deepspeed_schedulers())
@@ -36,7 +37,8 @@ def optimizer_of(settings: Settings, parameters: Iterable) -> Optional[torch.opt
     given = settings.optimizer
     if given is None:
         return None
-    return torch.optim.AdamW(parameters, lr=given["lr"], betas=tuple(given["betas"]), eps=given["eps"], weight_decay=given["weight_decay"])
+    same = {"lr": given["lr"], "betas": tuple(given["betas"]), "weight_decay": given["weight_decay"]}
+    return Lion(parameters, **same) if given["type"] == "Lion" else torch.optim.AdamW(parameters, eps=given["eps"], **same)
 
 
 def schedule_of(settings: Settings, optimizer: torch.optim.Optimizer) -> Optional[Schedule]:

@@ -13,9 +13,6 @@ from ._errors import Error
 from ._units import Unit
 from ._zero import run_of
 
-# What `Run.read_state` returns, in its order.
-_KEPT = ("master", "exp_avg", "exp_avg_sq")
-
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> Optional[torch.Tensor]:
     """The fp32 values that the optimizer updates; None for a parameter of no engine."""
@@ -69,7 +66,7 @@ def _read(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
             return None
         with run.engine.gathering.gathered(unit):
             return param.detach().float().clone()
-    flat = run.moments.read(unit)[_number(name)]
+    flat = run.moments.read(unit)[_number(run, name)]
     return Unit.view_of(flat, param, unit.offsets[index]).clone().to(param.device)
 
 
@@ -79,14 +76,15 @@ def _write(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
         raise Error("safe_set_full: the parameter is not trained by an engine of this process: change its values before deepspeed.initialize")
     unit, index = _place(run, param)
     flats = run.moments.read(unit)
-    Unit.view_of(flats[_number(name)], param, unit.offsets[index]).copy_(_shaped(param, value))
+    Unit.view_of(flats[_number(run, name)], param, unit.offsets[index]).copy_(_shaped(param, value))
     run.moments.set(unit, index, flats)
 
 
-def _number(name: str) -> int:
-    if name not in _KEPT:
-        raise Error(f'the optimizer keeps no {name!r} of a parameter: name "exp_avg" or "exp_avg_sq"')
-    return _KEPT.index(name)
+def _number(run: Any, name: str) -> int:
+    kept = ("master", *run.moments.names)
+    if name not in kept:
+        raise Error(f"the optimizer keeps no {name!r} of a parameter: name " + " or ".join(f'"{one}"' for one in kept[1:]))
+    return kept.index(name)
 
 
 def _place(run: Any, param: torch.Tensor) -> tuple[Any, int]:

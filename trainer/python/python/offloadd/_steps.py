@@ -94,7 +94,7 @@ def groups_of(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[float, ...]]
     groups, group_of = [], {}
     for index, group in enumerate(optimizer.param_groups):
         beta1, beta2 = group["betas"]
-        groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
+        groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group.get("eps", 0), group["weight_decay"])))
         for param in group["params"]:
             group_of[id(param)] = index
     return groups, group_of

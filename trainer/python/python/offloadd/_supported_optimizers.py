@@ -1,4 +1,4 @@
-"""The optimizers that `offloadd.prepare` takes, and why it takes no others."""
+"""The optimizers that are taken, by their class or by Hugging Face's name, and why no others are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from typing import Any
 import torch
 
 from ._errors import Error, NotSupported
+from ._lion import Lion
 from ._untrained import Untrained
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 
+# Moments of a parameter in PyTorch's form, by the rule of the update. Tiles have them in this order.
+MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+
+# Names that a Trainer's argument `optim` may have, with the rule of their update: they differ in where moments lie and in how it is computed.
+NAMED = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit"), "AdamW"),
+    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "Lion"),
+}
+
+# The name that a Trainer has for a rule here, and the class.
+_NAME = {"AdamW": "adamw_torch", "Lion": "lion_32bit"}
+_CLASS = {"AdamW": "torch.optim.AdamW", "Lion": "lion_pytorch.Lion"}
+
+# Those of others that are updated as our Lion, by their class: nothing is imported for them.
+_LIONS = ("lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion")
+
 # Options that change the update.
-_OPTIONS = ("amsgrad", "maximize", "differentiable")
+_OPTIONS = ("amsgrad", "maximize", "differentiable", "cautious_factor")
 
 # Parts of the names of optimizers that save memory which the moments take here in no GPU.
 _SAVE_MEMORY = ("4bit", "8bit", "fp8", "paged", "galore", "apollo", "lomo", "layerwise", "cpuoffload", "zeroredundancy")
@@ -25,8 +42,10 @@ def check_optimizer(optimizer: Any) -> None:
     kind, name = type(optimizer), name_of(type(optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
-    if kind not in (*_KINDS, Untrained):
-        raise NotSupported(f"the optimizer is {name}, and offloadd updates with torch.optim.Adam or torch.optim.AdamW only: {_instead(kind, name)}")
+    if kind not in (*_KINDS, Lion, Untrained) and name not in _LIONS:
+        raise NotSupported(
+            f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW or lion_pytorch.Lion only: {_instead(kind, name)}"
+        )
     step = vars(optimizer).get("step", kind.step)
     while getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS:
         # A scheduler notes only that it was called.
@@ -41,16 +60,25 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_settings(optimizer: torch.optim.Optimizer) -> None:
     """Refuses settings of parameter groups that are not the engine's. A script may change them before each step."""
-    name = name_of(type(optimizer))
+    name, lion = name_of(type(optimizer)), rule_of(optimizer) == "Lion"
+    if getattr(optimizer, "decoupled_wd", False):
+        raise NotSupported(f"{name} with decoupled_weight_decay=True: leave it out, and divide weight_decay by the learning rate")
     for group in optimizer.param_groups:
         for key in _OPTIONS:
             if group.get(key):
                 raise NotSupported(f"{name} with {key}=True: leave it out")
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        decoupled = lion or isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
             raise NotSupported(
                 f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight"
             )
+
+
+def rule_of(optimizer: Any) -> str:
+    """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, or "Lion"."""
+    # A subclass is one that a run has made of the script's optimizer.
+    kinds = type(optimizer).__mro__
+    return "Lion" if any(kind is Lion or name_of(kind) in _LIONS for kind in kinds) else "AdamW"
 
 
 def name_of(kind: type) -> str:
@@ -60,15 +88,29 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def rule_named(optim: str) -> str:
+    """The rule of the update that a Trainer's argument `optim` names. Refuses those that are no rule here, and says which is near."""
+    if optim not in NAMED:
+        raise NotSupported(f'optim="{optim}" is not supported: use optim="{_NAME[_nearest(optim)]}", {_bytes(_nearest(optim))}')
+    return NAMED[optim]
+
+
+def _nearest(name: str) -> str:
+    return "Lion" if "lion" in name.lower() else "AdamW"
+
+
+def _bytes(rule: str) -> str:
+    """What the moments of a rule take, and what would take less."""
+    count = 4 * len(MOMENTS[rule])
+    text = f'whose moments take {count} bytes a parameter, {count // 2} with offloadd.moments = "bf16", in host memory or on drives and none on a GPU'
+    return text if rule == "Lion" else text + f'; those of optim="{_NAME["Lion"]}" take half'
+
+
 def _instead(kind: type, name: str) -> str:
-    trainers = 'a Trainer makes it with optim="adamw_torch"'
-    if any(part in name.lower() for part in _SAVE_MEMORY):
-        return (
-            f"use torch.optim.AdamW ({trainers}), whose moments are in host memory or on drives and take no GPU memory; the key offloadd.moments = "
-            '"bf16" halves them'
-        )
+    rule = _nearest(name)
+    use = f'use {_CLASS[rule]} (a Trainer makes it with optim="{_NAME[rule]}")'
     if issubclass(kind, _KINDS):
         return f"use {name_of(next(one for one in kind.__mro__ if one in _KINDS))} itself, since a subclass's own step would not be called"
-    if "lion" in name.lower():
-        return f"use torch.optim.AdamW ({trainers}), or Lion in the native trainer"
-    return f"use torch.optim.AdamW ({trainers})"
+    if rule == "Lion" or any(part in name.lower() for part in _SAVE_MEMORY):
+        return f"{use}, {_bytes(rule)}"
+    return use

@@ -16,7 +16,7 @@ from ._errors import NotSupported
 from ._initialize import TrainingEngine
 from ._run_dir import has_run
 from ._state import random_state
-from .hf import RESUME_DIR, TrainerProgress, has_checkpoint, write_random_state
+from .hf import RESUME_DIR, TrainerProgress, check_arguments, choose_optimizer, has_checkpoint, write_random_state
 
 
 def patch_trainer(module: Any) -> None:
@@ -28,6 +28,9 @@ def patch_trainer(module: Any) -> None:
         # A reference or a reward model that the Trainer prepares has its weights beside what is trained.
         _deepspeed.output_dir = None if args is None or args.output_dir is None else Path(args.output_dir)
         plain_init(self, model, args, *more, **kwargs)
+        config = getattr(self.args, "hf_deepspeed_config", None) or getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if config is not None and not _has_optimizer(getattr(config, "hf_ds_config", config)):
+            choose_optimizer(self)
 
     @functools.wraps(plain)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +62,24 @@ def patch_trainer(module: Any) -> None:
         return result
 
     module.Trainer.train, module.Trainer.__init__ = train, __init__
+
+
+def patch_arguments(module: Any) -> None:
+    """Lets `transformers.TrainingArguments`, whose module was just imported, refuse optimizers before a script loads its model."""
+    plain = module.TrainingArguments.__post_init__
+
+    @functools.wraps(plain)
+    def __post_init__(self: Any) -> None:
+        plain(self)
+        if self.deepspeed and not _has_optimizer(self.hf_deepspeed_config):
+            check_arguments(self)
+
+    module.TrainingArguments.__post_init__ = __post_init__
+
+
+def _has_optimizer(config: Any) -> bool:
+    """Whether a configuration of DeepSpeed names the optimizer; the Trainer's arguments do not count then."""
+    return "optimizer" in config.config
 
 
 def patch_state(module: Any) -> None:

@@ -15,9 +15,11 @@ import torch
 
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import settings_of
+from ._lion import Lion
 from ._ranks import Ranks
 from ._run import Run, prepare
 from ._state import numpy_state, python_state, random_state, set_random_state
+from ._supported_optimizers import rule_named
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
 RESUME_DIR = "trainer-resume"
@@ -36,6 +38,7 @@ def keep_in_place(args: Arguments) -> Arguments:
 
     Without it, the Trainer moves the whole model to the GPU when it is made, and TRL loads a model that is given by its name there.
     """
+    check_arguments(args)
     kind = type(args)
 
     def reduced(self: Any, protocol: Any) -> Any:
@@ -63,9 +66,7 @@ def attach(trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, 
     the Trainer writes hold the run's tiles in place of `optimizer.pt`, since its moments need not fit into memory.
     """
     kept = TrainerProgress(trainer)
-    optimizer = trainer.create_optimizer()
-    # Trainers with optimizers of their own make another one at each call, and some return none.
-    optimizer = trainer.optimizer = optimizer if optimizer is not None else trainer.optimizer
+    optimizer = _create_optimizer(trainer)
     settings = settings_of(config, schedules=False)
     if settings.compute_device is None and trainer.args.device.type == "cuda":
         # The Trainer brings batches there.
@@ -132,6 +133,33 @@ def attach(trainer: Any, config: Union[str, os.PathLike, Mapping[str, Any]], *, 
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
     trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
     return run
+
+
+def check_arguments(args: Any) -> None:
+    """Refuses `transformers.TrainingArguments` whose optimizer is none of ours, before a model is loaded."""
+    rule_named(getattr(args.optim, "value", args.optim))
+
+
+def choose_optimizer(trainer: Any) -> None:
+    """Lets a Trainer make the optimizer that its arguments name as a class of ours or of torch, whichever package they name. One that the script
+    has made stays."""
+    if trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
+        return
+    args, name = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
+    rule = rule_named(name)
+    given = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    if rule == "Lion":
+        trainer.optimizer_cls_and_kwargs = Lion, given
+    elif name != "adamw_torch_fused":
+        trainer.optimizer_cls_and_kwargs = torch.optim.AdamW, {**given, "eps": args.adam_epsilon}
+
+
+def _create_optimizer(trainer: Any) -> torch.optim.Optimizer:
+    choose_optimizer(trainer)
+    made = trainer.create_optimizer()
+    # Trainers with optimizers of their own make another one at each call, and some return none.
+    trainer.optimizer = made if made is not None else trainer.optimizer
+    return trainer.optimizer
 
 
 def _generate_gathered(run: Run) -> None:

@@ -23,68 +23,49 @@ from typing import Any, Iterable, Optional, Sequence, Union
 
 import torch
 
+from . import _lion
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room, plain
 from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
 from ._prepared_optimizer import Prepared
 
-__all__ = ["AdamW", "clip_grad_norm_"]
+__all__ = ["AdamW", "Lion", "clip_grad_norm_"]
 
 Directory = Union[str, os.PathLike]
 
 # Those of this process, to find the one that has a parameter.
-_optimizers: "weakref.WeakSet[AdamW]" = weakref.WeakSet()
+_optimizers: "weakref.WeakSet[_Alone]" = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class AdamW(Prepared, torch.optim.AdamW):
-    """`torch.optim.AdamW` with fp32 masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
-    in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
+class _Alone(Prepared):
+    """What the optimizers here have in common: all but the update."""
 
-    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `options` has further keys of the section "offloadd" of a
-    configuration, such as `resident_fraction`.
-
-    Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
-    left in the directory. With several ranks, all must make the same calls.
-    """
-
-    def __init__(
+    def _init(
         self,
-        params: Any,
-        lr: Union[float, torch.Tensor] = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: Optional[bool] = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: Optional[bool] = None,
-        directory: Union[None, Directory, Sequence[Directory]] = None,
-        socket: Optional[Directory] = None,
-        moments: str = "fp32",
-        commit_every: int = 1,
-        options: Optional[Mapping[str, Any]] = None,
+        directory: Union[None, Directory, Sequence[Directory]],
+        socket: Optional[Directory],
+        moments: str,
+        commit_every: int,
+        overlap_backward: bool,
+        options: Optional[Mapping[str, Any]],
+        changing: Mapping[str, bool],
     ) -> None:
+        """What comes before that of torch.optim. `changing` has options that change the update."""
         self._run: Optional[OptimizerRun] = None
-        self._loading, self._number = False, next(_numbers)
+        self._loading, self._number, self._overlap = False, next(_numbers), overlap_backward
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
         self._settings = _settings(directories, socket, {"moments": moments, "commit_every": commit_every, **(options or {})})
-        if amsgrad or maximize or differentiable:
-            raise NotSupported("amsgrad, maximize and differentiable change the update: leave them out")
-        # How torch would compute changes nothing here.
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        _optimizers.add(self)
+        if any(changing.values()):
+            raise NotSupported(f"{', '.join(changing)} change the update: leave them out")
 
     # The run
 
     def _open(self, resume: bool, track: Sequence[Any] = ()) -> OptimizerRun:
         if self._run is None:
-            self._run = open_run(self, self._settings, self._directory, resume, track)
+            self._run = open_run(self, self._settings, self._directory, resume, track, self._overlap)
         return self._run
 
     def resume(self, track: Sequence[Any] = ()) -> int:
@@ -158,7 +139,7 @@ class AdamW(Prepared, torch.optim.AdamW):
             Prepared.state.fset(self, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_dict` of torch.optim.AdamW, with all of this rank's moments in host memory, and an fp32 `master_param` of 16-bit parameters."""
+        """`state_dict` of the optimizer in PyTorch, with all of this rank's moments in host memory, and an fp32 `master_param` of 16-bit parameters."""
         if self._run is not None:
             check_room(self._run.moment_bytes, "optimizer.state_dict() with all moments")
         whole = torch.optim.Optimizer.state_dict(self)
@@ -182,6 +163,70 @@ class AdamW(Prepared, torch.optim.AdamW):
         """A script may load any state at any time, as with torch.optim."""
 
 
+class AdamW(_Alone, torch.optim.AdamW):
+    """`torch.optim.AdamW` with fp32 masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
+    in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
+
+    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while backward makes
+    others, from the second step on, or from the first one after `resume`. `options` has further keys of the section "offloadd" of a configuration, such
+    as `resident_fraction`.
+
+    Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
+    left in the directory. With several ranks, all must make the same calls.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, torch.Tensor] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: Optional[bool] = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: Optional[bool] = None,
+        directory: Union[None, Directory, Sequence[Directory]] = None,
+        socket: Optional[Directory] = None,
+        moments: str = "fp32",
+        commit_every: int = 1,
+        overlap_backward: bool = False,
+        options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self._init(
+            directory, socket, moments, commit_every, overlap_backward, options, {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        )
+        # How torch would compute changes nothing here.
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        _optimizers.add(self)
+
+
+class Lion(_Alone, _lion.Lion):
+    """Lion with its state where `AdamW` has it: masters and one moment. The first arguments are those of `lion_pytorch.Lion`, whose state is loaded
+    too, the others those of `AdamW`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, torch.Tensor] = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        directory: Union[None, Directory, Sequence[Directory]] = None,
+        socket: Optional[Directory] = None,
+        moments: str = "fp32",
+        commit_every: int = 1,
+        overlap_backward: bool = False,
+        options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self._init(directory, socket, moments, commit_every, overlap_backward, options, {})
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        _optimizers.add(self)
+
+
 def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Mapping[str, Any]) -> Settings:
     """The checked settings of an optimizer."""
     if socket is not None and not directories:
@@ -200,21 +245,21 @@ def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Map
 
 
 def clip_grad_norm_(
-    parameters: Union[AdamW, torch.Tensor, Iterable[torch.Tensor]],
+    parameters: Union[_Alone, torch.Tensor, Iterable[torch.Tensor]],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: Optional[bool] = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for an `AdamW` of this module, or for parameters of one: returns the norm of all gradients, over all
+    """`torch.nn.utils.clip_grad_norm_` for an optimizer of this module, or for parameters of one: returns the norm of all gradients, over all
     ranks, and lets the next `step` scale them. `param.grad` stays as it is. Gradients are read once, for the norm and for the step."""
     if float(norm_type) != 2.0:
         raise NotSupported(f"clip_grad_norm_ with norm_type={norm_type}: use torch.nn.utils.clip_grad_norm_")
-    if isinstance(parameters, AdamW):
+    if isinstance(parameters, _Alone):
         params = [param for group in parameters.param_groups for param in group["params"]]
     else:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    by_optimizer: dict[AdamW, list[torch.Tensor]] = {}
+    by_optimizer: dict[_Alone, list[torch.Tensor]] = {}
     # Of several that had a parameter, the newest.
     made = sorted((one for one in _optimizers if one._run is None or not one._run.closed), key=lambda one: one._number)
     of_param = {id(param): one for one in made for group in one.param_groups for param in group["params"]}
@@ -223,7 +268,7 @@ def clip_grad_norm_(
             continue
         if id(param) not in of_param:
             raise NotSupported(
-                f"a parameter of shape {tuple(param.shape)} is in no offloadd.optim.AdamW: call torch.nn.utils.clip_grad_norm_, which takes any parameters"
+                f"a parameter of shape {tuple(param.shape)} is in no optimizer of offloadd.optim: call torch.nn.utils.clip_grad_norm_, which takes any parameters"
             )
         by_optimizer.setdefault(of_param[id(param)], []).append(param)
     runs = {one._open(resume=False): of_one for one, of_one in by_optimizer.items()}

@@ -1,4 +1,4 @@
-"""Trains with `offloadd.optim.AdamW` in a loop of its own, and is killed where its arguments say: after a step, or within it at one of the
+"""Trains with an optimizer of `offloadd.optim` in a loop of its own, and is killed where its arguments say: after a step, or within it at one of the
 calls of the engine."""
 
 import json
@@ -26,7 +26,7 @@ def die():
 
 
 model = model_of(getattr(torch, given.pop("dtype", "float32")))
-optimizer = offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, **given)
+optimizer = getattr(offloadd.optim, given.pop("rule", "AdamW"))(model.named_parameters(), lr=1e-2, directory=directory, **given)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
 first = optimizer.resume(track=[scheduler])
 if first:
