@@ -56,6 +56,9 @@ pub(crate) struct Plan {
     pub(crate) update_threads: usize,
     /// The GPU that updates tiles too, or alone if there are no threads.
     update_gpu: Option<u32>,
+    /// Bytes of weights that a step brings to a GPU, where they are planned; what leaves it meanwhile is less.
+    #[serde(default)]
+    pub(crate) bus_bytes: u64,
     /// Number of this process, and of the processes that train the run together.
     pub(crate) rank: u32,
     pub(crate) ranks: u32,

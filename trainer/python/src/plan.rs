@@ -6,17 +6,13 @@ use serde::Serialize;
 use swapper::{Bound, Durability, StepRates, bound};
 use training_state::metrics::MetricsFile;
 use training_state::plan::Measured;
+use training_state::plan::assumed::{
+    BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
+};
 use training_state::store::{StoreFiles, device_file_bytes};
 
 use crate::errors::{Error, failed};
 use crate::open::{Plan, swapper_settings};
-
-/// Rates of one drive where none was measured, as the native trainer assumes them.
-const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
-const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
-
-/// Parameters that one thread updates in a second where none was measured.
-const THREAD_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
 
 /// What the run that the JSON text `plan` describes will take, as JSON.
 #[pyfunction]
@@ -55,6 +51,7 @@ pub(crate) struct Outlook {
     written_bytes: f64,
     read_bytes_per_s: f64,
     write_bytes_per_s: f64,
+    bus_bytes_per_s: f64,
     /// Whether the rates were measured when the run last started.
     measured: bool,
     bound_s: f64,
@@ -93,11 +90,12 @@ impl Outlook {
                 staging_bytes: memory.staging_bytes() as f64,
                 forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
-                update_s: last.as_ref().map_or(
-                    params as f64 / (threads * THREAD_UPDATE_PARAMS_PER_S),
-                    |last| last.update_s,
-                ),
-                bus_s: 0.0,
+                update_s: last
+                    .as_ref()
+                    .map_or(params as f64 / (threads * UPDATE_PARAMS_PER_S), |last| {
+                        last.update_s
+                    }),
+                bus_s: plan.bus_bytes as f64 / BUS_BYTES_PER_S,
                 network_s: 0.0,
             },
         );
@@ -129,6 +127,7 @@ impl Outlook {
             written_bytes: bytes.written_bytes,
             read_bytes_per_s,
             write_bytes_per_s,
+            bus_bytes_per_s: BUS_BYTES_PER_S,
             measured: rates.is_some(),
             bound_s: s,
             wall: wall.word(),

@@ -231,7 +231,7 @@ PLANNED = {
     ),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
-    "--seq-len 16 --train none": ("1 x 16 tokens: weights ", "KV cache 8.0 KiB", "bus       weights of "),
+    "--seq-len 16 --train none": ("1 x 16 tokens: weights ", "KV cache 8.0 KiB", " s a pass, limited by bus at 50 GB/s (assumed)", "bus       weights of "),
     "--quantize nf4": ("uint8", "devices   nothing"),
     "--lora 4 --nvme {dir}": ("devices   ", "a step    reads "),
 }
@@ -243,6 +243,13 @@ def test_the_command_plans_a_models_directory(llama, tmp_path, capsys, options):
     text = capsys.readouterr().out
     assert not [wanted for wanted in PLANNED[options] if wanted not in text], text
     assert ("gpu  " in text) == ("--seq-len" in options)
+
+
+def test_a_frozen_base_bounds_a_step_by_the_bus(llama, monkeypatch, capsys):
+    # One adapter's update is shorter than its base's way.
+    monkeypatch.setattr(offloadd._plan.os, "cpu_count", lambda: 10**6)
+    assert main(["plan", str(llama), "--lora", "1", "--seq-len", "16"]) == 0
+    assert "s a step, limited by bus" in capsys.readouterr().out
 
 
 def test_planned_adapters_are_those_of_peft(llama):

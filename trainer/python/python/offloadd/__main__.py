@@ -14,7 +14,7 @@ from . import _chat, _generate
 from ._config import settings_of
 from ._errors import Error
 from ._experts import Experts
-from ._gpu_plan import computed, gpu_plan
+from ._gpu_plan import computed, gpu_plan, weights_on_bus
 from ._plan import Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
@@ -101,7 +101,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     )
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
-    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
+    on_bus = 0 if of_step is None or settings.parameters_stay else sum(weights_on_bus(units, trains))
+    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units, bus_bytes=on_bus)
     if of_step is not None:
         plan.more = gpu_plan(of_step, units, modules, trains, settings.parameters_stay).lines()
     if plan.problems:

@@ -81,10 +81,14 @@ def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tr
     return Computed(*shape, _traced(model, units, shape, True, checkpoints=True) if trains else None, _traced(model, units, shape, trains))
 
 
+def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
+    """Bytes of weights that come to a GPU in a forward and in a backward."""
+    return sum(unit.bytes for unit in units), sum(unit.bytes for unit in units if not unit.root) if trains else 0
+
+
 def gpu_plan(of_step: Computed, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, stay: bool) -> GpuPlan:
     """The plan of units, each with its module, beside what a step computes. With `stay` the weights stay on the GPU."""
-    forward = sum(unit.bytes for unit in units)
-    backward = sum(unit.bytes for unit in units if not unit.root) if trains else 0
+    forward, backward = weights_on_bus(units, trains)
     return GpuPlan(
         of_step,
         weight_bytes=forward if stay else gpu_weight_bytes(units, modules),

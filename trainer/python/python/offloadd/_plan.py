@@ -33,7 +33,14 @@ class Plan:
     """A run's figures; `str` writes them for people."""
 
     def __init__(
-        self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None, tile_elems: Optional[int] = None
+        self,
+        settings: Settings,
+        run_dir: Path,
+        units: list[Unit],
+        places: Places = Places(),
+        gpu: Optional[GpuDevice] = None,
+        tile_elems: Optional[int] = None,
+        bus_bytes: int = 0,
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
@@ -42,10 +49,11 @@ class Plan:
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
         self.params = sum(unit.numel for unit in units)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems, bus_bytes))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         self.host_bytes = self.figures["host_bytes"]
+        self._bus_bytes = bus_bytes
         # Lines for people about what else is planned.
         self.more: list[str] = []
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
@@ -148,7 +156,9 @@ class Plan:
     def _of_a_pass(self) -> list[str]:
         f = self.figures
         if self.read_s is None:
-            return []
+            if not self._bus_bytes:
+                return []
+            return [f"bound     {self._bus_bytes / f['bus_bytes_per_s']:.3g} s a pass, limited by bus at {f['bus_bytes_per_s'] / 1e9:.0f} GB/s (assumed)"]
         return [
             f"a pass    reads {bytes_text(f['forward_read_bytes'])}: for the next token of each sequence of a batch",
             f"bound     {self.read_s:.3g} s a pass, limited by device reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})",
@@ -159,9 +169,11 @@ class Plan:
         return "measured" if self.figures["measured"] else "assumed"
 
 
-def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int], tile_elems: Optional[int] = None) -> dict[str, Any]:
+def engine_plan(
+    settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int], tile_elems: Optional[int] = None, bus_bytes: int = 0
+) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
-    where units depend on them."""
+    where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned."""
     part, job = part_of(run_dir, places.node)
     trains = any(unit.trained for unit in units)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
@@ -197,6 +209,7 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Pl
         "first_ranks": places.first_ranks,
         "run": job_of(run_dir),
         "tile_elems": tile_elems,
+        "bus_bytes": bus_bytes,
     }
 
 

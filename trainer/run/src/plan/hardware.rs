@@ -11,6 +11,9 @@ use training_ranks::World;
 use crate::accelerator::{self, AcceleratorError, AskTorch};
 use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::Measured;
+use training_state::plan::assumed::{
+    BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
+};
 
 /// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
 /// cores of an EPYC with AVX2.
@@ -41,20 +44,8 @@ pub fn peak_tflops(name: &str) -> Option<f64> {
     known.map(|(_, tflops)| *tflops)
 }
 
-/// Rates of a fast PCIe 4 drive, so that a fast drive gets enough staging.
-const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
-const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
-
-/// PCIe 5 with 16 lanes, in each direction: 55.6 GB/s were measured in one direction alone, 102 GB/s in both
-/// together.
-const BUS_BYTES_PER_S: f64 = 50e9;
-
 /// Rate of a node in each direction: a port of 200 Gbit/s.
 const NETWORK_BYTES_PER_S: f64 = 25e9;
-
-/// Rate of the optimizer on one of 16 cores: all together reached 5.0 to 5.6 G parameters/s (split bf16
-/// master, AVX-512).
-const CORE_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
 
 /// Source of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -236,7 +227,7 @@ impl Hardware {
                 measured.checkpoint_bytes_per_s,
                 DRIVE_WRITE_BYTES_PER_S,
             ),
-            update_params_per_s: Figure::of(None, None, CORE_UPDATE_PARAMS_PER_S * cores as f64),
+            update_params_per_s: Figure::of(None, None, UPDATE_PARAMS_PER_S * cores as f64),
             network_bytes_per_s: Figure::of(
                 overrides.network_bytes_per_s,
                 None,
