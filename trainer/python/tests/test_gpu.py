@@ -159,7 +159,8 @@ def mixture_on(rank, ranks, path, gpu):
 def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
     def run(name, gpu=True, **options):
         kill, place = options.pop("kill", (0, None)), {"compute_device": "cuda:0"} if gpu else {}
-        given = {"dtype": "bfloat16", "kill": kill, "options": {"program": PROGRAM, "gradients": "nvme", **place, **options}}
+        early = {"overlap_backward": options.pop("overlap_backward", False)}
+        given = {"dtype": "bfloat16", "kill": kill, **early, "options": {"program": PROGRAM, "gradients": "nvme", **place, **options}}
         begin = functools.partial(start, fake, "only_optimizer.py") if gpu else functools.partial(forks.start, HERE / "scripts" / "only_optimizer.py")
         process = begin(tmp_path / name, json.dumps(given))
         out, errors = process.communicate()
@@ -168,10 +169,13 @@ def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
 
     whole = run("cpu", gpu=False)
     assert run("gpu", optimizer_device="gpu") == whole
+    assert run("early", overlap_backward=True) == whole
     cut = run("cut", kill=(6, "seal"))
     assert len(cut) == 6 and cut[:5] + run("cut") == whole
     expected = on_ranks(2, tmp_path / "store", sharded, "offloadd", None, torch.bfloat16)
-    found = on_ranks(2, tmp_path / "store-gpu", sharded, "offloadd", None, torch.bfloat16, "fsdp2", 6, None, "cuda:0", start=functools.partial(start, fake))
+    found = on_ranks(
+        2, tmp_path / "store-gpu", sharded, "offloadd", None, torch.bfloat16, "fsdp2", 6, None, "cuda:0", True, start=functools.partial(start, fake)
+    )
     for (_, losses, norms, weights), (_, our_losses, our_norms, ours) in zip(expected, found):
         assert our_losses == losses and our_norms == pytest.approx(norms, rel=1e-6)
         assert all(torch.equal(ours[name], value) for name, value in weights.items())
