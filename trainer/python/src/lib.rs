@@ -20,6 +20,7 @@ mod schedule;
 mod settings;
 mod update;
 
+use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -53,21 +54,31 @@ struct Held {
 }
 
 impl Held {
-    /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`.
+    /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`. Every core writes some of them:
+    /// the first content of host memory costs a page fault for every 4 KiB.
     fn write(
         &mut self,
         unit: usize,
         address: usize,
-        mut write: impl FnMut(&[u8], &mut UninitTile<'_>),
+        write: impl Fn(&[u8], &mut UninitTile<'_>) + Sync,
     ) -> Result<(), SwapperError> {
         let param_bytes = self.formats[unit].param_bytes;
         self.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
-            for tile in tiles {
-                write(
-                    memory::elements(address, &tile.range.elems, param_bytes),
-                    tile,
-                );
-            }
+            let write_all = |tiles: &mut [UninitTile<'_>]| {
+                for tile in tiles {
+                    let from = memory::elements(address, &tile.range.elems, param_bytes);
+                    write(from, tile);
+                }
+            };
+            let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+            let (first, rest) = tiles.split_at_mut(tiles.len().div_ceil(cores));
+            // Threads of their own: a pool would be lost to a process that forks.
+            std::thread::scope(|scope| {
+                for tiles in rest.chunks_mut(first.len().max(1)) {
+                    scope.spawn(|| write_all(tiles));
+                }
+                write_all(first);
+            });
             Ok(())
         })
     }

@@ -29,7 +29,7 @@ use crate::nodes::Mailbox;
 use crate::progress::{Clock, Reporter};
 use crate::update::{ByParam, StepHyper};
 
-/// A run, as `offloadd/_run.py` describes it.
+/// A run, as `offloadd/_plan.py` describes it.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Plan {

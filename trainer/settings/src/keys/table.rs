@@ -142,7 +142,7 @@ const SCHEDULER: &[Key] = &[
     key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: learning rate after the warm-up; optimizer.params.lr when left out (DeepSpeed's WarmupDecayLR uses 1e-3)"),
     key("scheduler.params.warmup_num_steps", Used, "WarmupLR, WarmupDecayLR, WarmupCosineLR: steps of the warm-up; 1000 when left out"),
     key("scheduler.params.warmup_type", Used, "\"log\", DeepSpeed's default, or \"linear\""),
-    key("scheduler.params.total_num_steps", Used, "step at which the decay ends; train.steps when left out").package(Used, "step at which the decay ends; required for schedules that have an end, because the script knows the number of steps"),
+    key("scheduler.params.total_num_steps", Used, "step at which the decay ends; train.steps when left out").package(Used, "step at which the decay ends; `initialize` requires it for schedules that have an end, because the script knows the number of steps"),
     key("scheduler.params.warmup_min_ratio", Used, "WarmupCosineLR: learning rate at the first step, as a fraction of optimizer.params.lr; 0 when left out"),
     key("scheduler.params.cos_min_ratio", Used, "WarmupCosineLR: learning rate at the end, as a fraction of optimizer.params.lr; 1e-4 when left out"),
     key("scheduler.params.lr_range_test_min_lr", Used, "LRRangeTest: learning rate at the first step; 1e-3 when left out"),
