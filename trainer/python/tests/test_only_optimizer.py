@@ -1,6 +1,7 @@
 """`offloadd.optim`: the optimizer alone, whose parameters and gradients stay where they are."""
 
 import copy
+import functools
 import json
 import pathlib
 import re
@@ -151,7 +152,7 @@ def test_clipping_reads_gradients_once(monkeypatch):
     loss()
     optimizer.step()
     plain = type(optimizer._run.beside).hand_over
-    monkeypatch.setattr(type(optimizer._run.beside), "hand_over", lambda self, grads: counted.append(len(grads)) or plain(self, grads))
+    monkeypatch.setattr(type(optimizer._run.beside), "hand_over", lambda self, grads, **more: counted.append(len(grads)) or plain(self, grads, **more))
     optimizer.zero_grad()
     loss()
     norm = clip_grad_norm_(optimizer, 0.1)
@@ -174,12 +175,43 @@ def test_clipping_reads_gradients_once(monkeypatch):
         clip_grad_norm_([other], 1.0)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_that_is_dropped_after_clipping_leaves_the_others_clipped(overlap):
+    found = []
+    for make, clip in ((torch.optim.AdamW, torch.nn.utils.clip_grad_norm_), (functools.partial(adamw, overlap_backward=overlap), clip_grad_norm_)):
+        model = model_of()
+        optimizer = make(model.parameters()) if clip is clip_grad_norm_ else make(model.parameters(), lr=1e-2)
+        for x in batches(3):
+            model(x).square().backward()
+            # Each norm is far above it, and AdamW sees the gradients' relation from step to step.
+            clip(model.parameters(), 1e-3 * float(1 + x.abs().max()))
+            model.blocks[0].linear.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+    for one, other in zip(*found):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    model(batches(1)[0]).square().backward()
+    clip_grad_norm_(model.parameters(), 1e-3)
+    weight = model.blocks[0].linear.weight
+    weight.grad = weight.grad * 2
+    with pytest.raises(offloadd.NotSupported, match="was changed after offloadd.optim.clip_grad_norm_"):
+        optimizer.step()
+
+
+def test_options_that_an_optimizer_alone_cannot_use_are_refused():
+    model = model_of()
+    for key, value in (("optimizer_step", "immediate"), ("run_dir", "elsewhere"), ("units", ["Block"])):
+        with pytest.raises(offloadd.Error, match=f"options has {key}, which an optimizer alone has no use for"):
+            adamw(model.parameters(), options={key: value})
+
+
 def steps_of(way, dir, dtype, **more):
     """Values after steps of one way to train, and the units whose gradients were taken in backward and in each step."""
     model = model_of(dtype)
     model.unused = nn.Linear(3, 2).to(dtype)
     optimizer = adamw(model.parameters(), dir, **more)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=way == "scaler")
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=way in ("scaler", "scaled"))
     assert optimizer.resume() == 0
     taken, in_step = {True: [], False: []}, False
     beside = optimizer._run.beside
@@ -199,6 +231,10 @@ def steps_of(way, dir, dtype, **more):
         if way in ("ours", "scaler"):
             scaler.unscale_(optimizer)
             (clip_grad_norm_ if way == "ours" else torch.nn.utils.clip_grad_norm_)(model.parameters(), 0.1)
+        if way == "data":
+            # As numpy and kernels of others, this changes no version.
+            for param in model.parameters():
+                param.grad is None or param.grad.data.clamp_(-1e-3, 1e-3)
         in_step = True
         scaler.step(optimizer)
         scaler.update()
@@ -212,14 +248,18 @@ def steps_of(way, dir, dtype, **more):
 @needs_daemon
 @pytest.mark.parametrize("dtype, dir", [(torch.float32, False), (torch.bfloat16, True)])
 def test_gradients_that_are_taken_in_backward_change_no_bit(tmp_path, capsys, dtype, dir):
-    for way in ("plain", "commit", "scaler") if dir else ("plain", "ours", "zeros", "some", "commit", "skipped", "scaler", "accumulation", "replaced"):
+    for way in (
+        ("plain", "commit", "scaler")
+        if dir
+        else ("plain", "ours", "zeros", "some", "commit", "skipped", "scaler", "scaled", "data", "accumulation", "replaced")
+    ):
         expected, _, _ = steps_of(way, tmp_path / f"{way}-without" if dir else None, dtype)
         capsys.readouterr()
         found, taken, units = steps_of(way, tmp_path / way if dir else None, dtype, overlap_backward=True)
         assert same(found, expected), way
         # The unit that has an unused parameter waits for the step.
         early, late = len(taken[False]), len(taken[True])
-        again = way in ("scaler", "accumulation", "replaced")
+        again = way in ("scaler", "scaled", "data", "accumulation", "replaced")
         assert early > 0.7 * 3 * (units - 1) and (late >= 4 * (units - 1) if again else late <= 2 * units), (way, taken)
         assert ("are taken to tiles once more" in capsys.readouterr().err) == again, way
 

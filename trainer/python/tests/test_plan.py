@@ -1,6 +1,7 @@
 """The plan before a run and the reports of one: figures that are true, files in the forms that others read."""
 
 import json
+import re
 import struct
 
 import pytest
@@ -250,6 +251,23 @@ def test_a_frozen_base_bounds_a_step_by_the_bus(llama, monkeypatch, capsys):
     monkeypatch.setattr(offloadd._plan.os, "cpu_count", lambda: 10**6)
     assert main(["plan", str(llama), "--lora", "1", "--seq-len", "16"]) == 0
     assert "s a step, limited by bus" in capsys.readouterr().out
+
+
+def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+
+    def planned(found, section, *more):
+        path.write_text(json.dumps({"bf16": {"enabled": True}, **section}))
+        assert main(["plan", str(path), *more]) == 0
+        return float(re.search(found, capsys.readouterr().out)[1])
+
+    offload = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+    adamw, lion = (planned(r"host +([\d.]+) GiB", {**offload, "optimizer": {"type": kind}}, "--params", "1e8") for kind in ("AdamW", "Lion"))
+    assert adamw - lion == pytest.approx(4e8 / 2**30, rel=0.15)
+    # Frozen parameters stay with the model where the optimizer alone is offloaded.
+    alone = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    in_tiles = [planned(r"model +([\d.]+) M parameters", section, "--model", str(llama), "--lora", "4") for section in (alone, offload)]
+    assert in_tiles[0] < 0.5 * in_tiles[1]
 
 
 def test_planned_adapters_are_those_of_peft(llama):

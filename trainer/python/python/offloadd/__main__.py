@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Optional, Sequence
@@ -86,6 +87,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise Error(f"--nvme belongs to a plan without a configuration: {given.config} has zero_optimization.offload_param.nvme_path")
     else:
         settings = settings_of(given.config, schedules=False)
+    settings = dataclasses.replace(settings, rule=(settings.optimizer or {}).get("type", settings.rule))
     if (given.model is None) == (given.params is None):
         raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
     with torch.device("meta"):
@@ -101,8 +103,10 @@ def _plan(given: argparse.Namespace) -> Plan:
     )
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
+    # Frozen parameters that stay with the model are in no tile.
+    in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart)[0] if settings.parameters_stay else units
     on_bus = 0 if of_step is None or settings.parameters_stay else sum(weights_on_bus(units, trains))
-    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units, bus_bytes=on_bus)
+    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), in_tiles, bus_bytes=on_bus, on_gpu=of_step is not None)
     if of_step is not None:
         plan.more = gpu_plan(of_step, units, modules, trains, settings.parameters_stay).lines()
     if plan.problems:

@@ -18,7 +18,7 @@ from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
 from ._param_units import ParamUnit, Piece, flat_like, flat_of, is_dtensor, local_of
 from ._ranks import Ranks
-from ._watch import Watch, unwatch, watch
+from ._watch import Watch, bit_sums, unwatch, watch
 
 
 class Seen(NamedTuple):
@@ -26,10 +26,16 @@ class Seen(NamedTuple):
 
     grad: "weakref.ref[torch.Tensor]"
     version: tuple[int, ...]
+    # The sum of its bits: what GradScaler, `grad.data` and numpy write changes no version.
+    bits: torch.Tensor
+
+    @classmethod
+    def now(cls, grad: torch.Tensor) -> "Seen":
+        return cls(weakref.ref(grad), _version(grad), _bits(grad))
 
     def is_of(self, grad: torch.Tensor) -> bool:
         """Whether a gradient is this one, unchanged."""
-        return self.grad() is grad and self.version == _version(grad)
+        return self.grad() is grad and self.version == _version(grad) and torch.equal(self.bits, _bits(grad))
 
 
 class Beside:
@@ -86,11 +92,20 @@ class Beside:
 
     def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was changed since it was handed over."""
-        changed = (key for key, grad in grads.items() if key in self.seen and self.seen[key].grad() is grad and not self.seen[key].is_of(grad))
-        return self.name_of.get(next(changed, 0))
+        came = [key for key in grads if key in self.seen]
+        others = [key for key in came if not self.seen[key].is_of(grads[key])]
+        # Where all are others, a step was skipped, and new tensors are the gradients of the next one.
+        if len(others) == len(came):
+            others = [key for key in others if self.seen[key].grad() is grads[key]]
+        return self.name_of.get(next(iter(others), 0))
 
-    def hand_over(self, grads: dict[int, torch.Tensor]) -> None:
-        """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares."""
+    def still(self, key: int, grads: dict[int, torch.Tensor]) -> bool:
+        """Whether the gradient of a parameter is the one that was handed over."""
+        return key in grads and key in self.seen and self.seen[key].is_of(grads[key])
+
+    def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True) -> None:
+        """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
+        what was changed since then, if it is to `remember`."""
         early = self._early if self._is_early(grads) else set()
         self.forget()
         if not early:
@@ -110,7 +125,7 @@ class Beside:
                     sums[id(piece.param)] += sum(squares[unit.index][index::count])
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
-        self.seen = {key: Seen(weakref.ref(grad), _version(grad)) for key, grad in grads.items()}
+        self.seen = {key: Seen.now(grad) for key, grad in grads.items()} if remember else {}
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
@@ -151,7 +166,10 @@ class Beside:
             return
         if not self._came:
             self.core.begin_step()
-        self._came[id(param)] = Seen(weakref.ref(param.grad), _version(param.grad))
+        if torch.cuda.is_initialized() and local_of(param.grad).device.type == "cpu":
+            # FSDP2's CPUOffloadPolicy comes here while the gradient is still being copied to pinned memory.
+            torch.cuda.current_stream().synchronize()
+        self._came[id(param)] = Seen.now(param.grad)
         for unit, _ in self.pieces[id(param)]:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.
@@ -262,6 +280,11 @@ class Beside:
 def _version(tensor: torch.Tensor) -> tuple[int, ...]:
     """What changes where somebody writes to a tensor. An operation on a DTensor counts at the DTensor alone, one on its local part there."""
     return (tensor._version, tensor._local_tensor._version) if is_dtensor(tensor) else (tensor._version,)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    local = local_of(tensor)
+    return bit_sums([local if local.layout is torch.strided else local._values()])[0]
 
 
 def _state_of(param: torch.Tensor) -> tuple[int, ...]:

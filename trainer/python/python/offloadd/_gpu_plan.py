@@ -91,10 +91,17 @@ def gpu_plan(of_step: Computed, units: Sequence[Unit], modules: Mapping[int, nn.
     forward, backward = weights_on_bus(units, trains)
     return GpuPlan(
         of_step,
-        weight_bytes=forward if stay else gpu_weight_bytes(units, modules),
+        weight_bytes=_scale_bytes(units) + (forward if stay else gpu_weight_bytes(units, modules)),
         gradient_bytes=gpu_gradient_bytes(units) if trains else 0,
         bus_bytes=None if stay else (forward, backward, sum(unit.gradient_bytes for unit in units if unit.trained)),
     )
+
+
+def _scale_bytes(units: Sequence[Unit]) -> int:
+    """Bytes of the scales of 4-bit weights, which stay on the GPU: one fp32 for 64 numbers; with double quantization a quarter of it."""
+    params = (param for unit in units for param in unit.params)
+    shapes = ((param, getattr(param, "_offloadd_shape", None)) for param in params)
+    return sum(shape.numel() // 64 * 4 for param, shape in shapes if shape is not None and param.numel() < shape.numel())
 
 
 def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False) -> "Traced | str":

@@ -197,12 +197,12 @@ class OptimizerRun:
     def square_sum(self, params: Sequence[nn.Parameter]) -> float:
         """The sum of squares of the gradients of `params` in this step, which `scale` may have scaled. They are in their tiles then."""
         self._check_open()
+        self._check_others()
         beside, grads = self.beside, self.beside.came()
         if not beside.is_handed_over(grads):
             self._check_unchanged(grads)
             beside.hand_over(grads)
-            self._scales.clear()
-        return sum(beside.square_sums[id(param)] * self._scales.get(id(param), 1.0) ** 2 for param in params)
+        return sum(beside.square_sums.get(id(param), 0.0) * self._scales.get(id(param), 1.0) ** 2 for param in params)
 
     def scale(self, params: Sequence[nn.Parameter], factor: float) -> None:
         """Lets the next step scale the gradients of `params`."""
@@ -216,6 +216,7 @@ class OptimizerRun:
                 f"the gradient of {changed} was changed after offloadd.optim.clip_grad_norm_, which has taken it to its tile already: clip after the last "
                 "change and the last backward of a step, and drop gradients with optimizer.zero_grad()"
             )
+        self._scales = {key: scale for key, scale in self._scales.items() if self.beside.still(key, grads)}
 
     def forget_gradients(self) -> None:
         """Forgets gradients that were handed over and not used."""
@@ -234,9 +235,8 @@ class OptimizerRun:
         handed_over = beside.is_handed_over(grads)
         if not handed_over:
             self._check_unchanged(grads)
-            self._scales.clear()
         if self._take_changes() or not handed_over:
-            beside.hand_over(grads)
+            beside.hand_over(grads, remember=False)
         norm = math.sqrt(sum(beside.square_sums.values()))
         if not math.isfinite(norm):
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")

@@ -41,6 +41,7 @@ class Plan:
         gpu: Optional[GpuDevice] = None,
         tile_elems: Optional[int] = None,
         bus_bytes: int = 0,
+        on_gpu: bool = False,
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
@@ -49,7 +50,7 @@ class Plan:
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
         self.params = sum(unit.numel for unit in units)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems, bus_bytes))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         self.host_bytes = self.figures["host_bytes"]
@@ -170,10 +171,18 @@ class Plan:
 
 
 def engine_plan(
-    settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int], tile_elems: Optional[int] = None, bus_bytes: int = 0
+    settings: Settings,
+    run_dir: Path,
+    units: list[Unit],
+    places: Places,
+    gpu: Optional[int],
+    tile_elems: Optional[int] = None,
+    bus_bytes: int = 0,
+    on_gpu: bool = False,
 ) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
-    where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned."""
+    where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned. `on_gpu`: the model will compute
+    on a GPU that is not at hand."""
     part, job = part_of(run_dir, places.node)
     trains = any(unit.trained for unit in units)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
@@ -203,7 +212,7 @@ def engine_plan(
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
-        **(_updaters(settings, gpu, len(places.local)) if trains else {"update_threads": 1, "update_gpu": None}),
+        **(_updaters(settings, gpu, len(places.local), on_gpu) if trains else {"update_threads": 1, "update_gpu": None}),
         "rank": places.rank,
         "ranks": places.count,
         "first_ranks": places.first_ranks,
@@ -237,17 +246,17 @@ def _gradients_fraction(settings: Settings, units: list[Unit], places: Places) -
     return 1.0 if fits else settings.resident_fraction
 
 
-def _updaters(settings: Settings, gpu: Optional[int], local_ranks: int) -> dict[str, Any]:
+def _updaters(settings: Settings, gpu: Optional[int], local_ranks: int, on_gpu: bool = False) -> dict[str, Any]:
     """The threads that update on the CPU, and the GPU that updates beside or instead of them."""
     device = settings.optimizer_device or "auto"
     if device == "auto":
         # Drives bring tiles no faster than the CPU updates them.
         device = "cpu" if gpu is None or settings.device == "nvme" else "shared"
-    if gpu is None and device != "cpu":
+    if gpu is None and device != "cpu" and not on_gpu:
         raise Error(f"offloadd.optimizer_device = {device!r}: the model does not compute on a GPU; leave it out")
     cores = max(1, (os.cpu_count() or 2) // local_ranks)
     # The CPU computes too, or has PyTorch's thread and the mover's to run.
-    threads = settings.update_threads or max(1, min(4, cores // 2) if gpu is None else cores - 2)
+    threads = settings.update_threads or max(1, min(4, cores // 2) if gpu is None and not on_gpu else cores - 2)
     return {"update_threads": 0 if device == "gpu" else threads, "update_gpu": gpu if device != "cpu" else None}
 
 

@@ -31,7 +31,7 @@ _CLASS = {"AdamW": "torch.optim.AdamW", "Lion": "lion_pytorch.Lion"}
 _LIONS = ("lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion")
 
 # Options that change the update.
-_OPTIONS = ("amsgrad", "maximize", "differentiable", "cautious_factor")
+_OPTIONS = ("amsgrad", "maximize", "differentiable")
 
 # Parts of the names of optimizers that save memory which the moments take here in no GPU.
 _SAVE_MEMORY = ("4bit", "8bit", "fp8", "paged", "galore", "apollo", "lomo", "layerwise", "cpuoffload", "zeroredundancy")
@@ -67,6 +67,9 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
         for key in _OPTIONS:
             if group.get(key):
                 raise NotSupported(f"{name} with {key}=True: leave it out")
+        # 1 is Lion itself.
+        if group.get("cautious_factor", 1.0) != 1.0:
+            raise NotSupported(f"{name} with cautious_factor={group['cautious_factor']}: it changes the update; use lion_pytorch.Lion")
         decoupled = lion or isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
             raise NotSupported(

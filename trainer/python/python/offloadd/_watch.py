@@ -47,7 +47,7 @@ class Watch:
         self._on = True
         if self._sums_left and not _observed():
             self._sums_left -= 1
-            self._sums = _sums(self._parts)
+            self._sums = bit_sums(self._parts)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
@@ -63,7 +63,7 @@ class Watch:
         self._given.clear()
         sums, self._sums = self._sums, None
         if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self.params, sums, _sums(self._parts)) if not torch.equal(before, now))
+            changed = (param for param, before, now in zip(self.params, sums, bit_sums(self._parts)) if not torch.equal(before, now))
             found = next(changed, None)
         return found
 
@@ -86,7 +86,7 @@ def _observed() -> bool:
     return in_transform() or bool(torch._C._len_torch_dispatch_stack())
 
 
-def _sums(parts: list[_Tensor]) -> list[_Tensor]:
+def bit_sums(parts: list[_Tensor]) -> list[_Tensor]:
     """The sum of the bits of each parameter's part, on its device."""
     with torch.no_grad(), AS_TENSORS():
         return [one.detach().view(_BITS[one.element_size()]).sum() for one in parts]

@@ -145,6 +145,12 @@ def choose_optimizer(trainer: Any) -> None:
     has made stays."""
     if trainer.optimizer is not None or getattr(trainer, "optimizer_cls_and_kwargs", None) is not None:
         return
+    import transformers
+
+    own = getattr(type(trainer), "get_optimizer_cls_and_kwargs", None)
+    if own is not getattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", None):
+        # The script's choice: what it makes is judged as any optimizer is.
+        return
     args, name = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
     rule = rule_named(name)
     given = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
