@@ -21,6 +21,7 @@ from offloadd import _zero  # noqa: E402
 from offloadd.__main__ import main  # noqa: E402
 from offloadd._experts import part_of  # noqa: E402
 from ranks import on_ranks  # noqa: E402
+from test_gpu import Ahead  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 from toy import Mixture, Offloaded, randomize, same_gradients  # noqa: E402
 
@@ -130,6 +131,34 @@ def test_experts_that_are_modules_have_plain_pytorchs_bits(checkpointing):
         assert not offloaded.live() and not same_gradients(plain, offloaded.take_gradients())
     # Of eight.
     assert offloaded.core.here_max <= (5 if checkpointing else 3)
+
+
+def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():
+    torch.manual_seed(0)
+    plain = randomize(Mixture())
+    ours = copy.deepcopy(plain)
+    # For each layer and row the two experts that it takes.
+    chosen = []
+    for model in (plain, ours):
+        for number, layer in enumerate(model.layers):
+            choose = lambda _, args, out, number=number: out + 9 * nn.functional.one_hot(torch.tensor(chosen[number]), 6).sum(1)
+            layer.gate.register_forward_hook(choose)
+    offloaded = Offloaded(ours, unit_bytes_max=8_000)
+    memory = offloaded.engine.gathering.memory = Ahead(offloaded.core, offloaded.engine.gathering.units)
+    order = offloaded.engine.gathering.order
+    every = [(0, 1), (2, 3), (4, 5)]
+    for choice in (*[[every] * 3] * 6, [[(0, 2), (2, 3), (4, 5)], every, every], [[(0, 1)] * 3, [(4, 5)] * 3, every], [[(0, 5)] * 3] * 3):
+        chosen[:] = choice
+        x, skips, before = torch.randn(3, 16), sum(6 - len({*sum(of_layer, ())}) for of_layer in choice), order.deviations
+        plain.zero_grad()
+        plain(x).backward()
+        ours(x).backward()
+        assert not offloaded.live() and not same_gradients(plain, offloaded.take_gradients())
+        # The order of what the engine does was learned from the first passes.
+        assert order.deviations - before <= 2 * skips or choice == [every] * 3
+    assert not memory.held
+    # What is in no block, a block, an expert, and two units ahead.
+    assert memory.held_max <= 5
 
 
 # Whole runs

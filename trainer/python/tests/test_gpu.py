@@ -188,11 +188,12 @@ class Ahead(HostMemory):
 
     def __init__(self, core, units):
         super().__init__(core, units)
-        self.held = []
+        self.held, self.held_max = [], 0
 
     def expect(self, unit):
         assert unit.index not in self.held, "it is here"
         self.held.append(unit.index)
+        self.held_max = max(self.held_max, len(self.held))
         super().expect(unit)
 
     def release(self, unit):

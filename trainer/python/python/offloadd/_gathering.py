@@ -102,15 +102,16 @@ class Gathering:
         if unit.apart and self.forwards and not self.with_gradients:
             # A few tokens choose few experts, and others than the pass before: nothing of an earlier pass says which.
             record = False
-        if record and self.needs.next((False, unit.index)) and unit.apart:
-            self._drop_unused()
+        unforeseen = record and self.needs.next((False, unit.index))
+        coming = self.needs.gathers(unit.index, self.memory.ahead, self.group_of, repeats=not self.trains) if record else []
+        if unforeseen:
+            self._drop_unused({unit.index, *coming})
         deviates = self._expect(unit, record)
-        if record:
-            for index in self.needs.gathers(unit.index, self.memory.ahead, self.group_of, repeats=not self.trains):
-                if not self.units[index].here:
-                    self._expect(self.units[index])
-                    if self.units[index].apart:
-                        self._came_ahead[self.units[index]] = None
+        for index in coming:
+            if not self.units[index].here:
+                self._expect(self.units[index])
+                if self.units[index].apart:
+                    self._came_ahead[self.units[index]] = None
         self.memory.ready(unit)
         self.ranks.transfers.gather(unit, self.forwards.position, changed=not unit.fresh)
         if deviates:
@@ -121,11 +122,12 @@ class Gathering:
         self._open(unit)
         unit.watch.begin()
 
-    def _drop_unused(self) -> None:
-        """Releases experts that came ahead as in an earlier pass, and that this one has passed over: they would add up."""
-        for unit in self._came_ahead:
+    def _drop_unused(self, needed: set[int]) -> None:
+        """Releases experts that came ahead as in an earlier pass, and that this one has passed over: they would add up. Those `needed` stay: the
+        order of what the engine does has them once."""
+        for unit in [unit for unit in self._came_ahead if unit.index not in needed]:
             self.release(unit)
-        self._came_ahead.clear()
+            del self._came_ahead[unit]
 
     def _used_by_any(self, what: str, used: list[bool]) -> list[bool]:
         """Which of a layer's experts some rank uses: all ranks bring them together."""
