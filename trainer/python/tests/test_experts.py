@@ -19,7 +19,7 @@ import offloadd  # noqa: E402
 from cases import ALL_CASES  # noqa: E402
 from offloadd import _zero  # noqa: E402
 from offloadd.__main__ import main  # noqa: E402
-from offloadd._experts import part_of  # noqa: E402
+from offloadd._experts import CutParam, part_of  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_gpu import Ahead  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
@@ -131,6 +131,23 @@ def test_experts_that_are_modules_have_plain_pytorchs_bits(checkpointing):
         assert not offloaded.live() and not same_gradients(plain, offloaded.take_gradients())
     # Of eight.
     assert offloaded.core.here_max <= (5 if checkpointing else 3)
+
+
+@pytest.mark.parametrize("given", ["hook", "later hook", "gradient"])
+def test_packed_experts_with_a_hook_or_a_gradient_stay_whole(given):
+    model = make()
+    weight, called = model.model.layers[0].mlp.experts.down_proj, []
+    if given == "hook":
+        weight.register_hook(called.append)
+    elif given == "later hook":
+        weight.register_post_accumulate_grad_hook(called.append)
+    else:
+        weight.grad = torch.ones_like(weight)
+    offloaded = Offloaded(model, unit_bytes_max=BYTES_MAX)
+    groups = [unit.name for unit in offloaded.engine.gathering.units if unit.apart]
+    assert len(groups) == 4 and all(name.startswith("model.layers.1.") for name in groups) and type(weight) is not CutParam
+    model(**text(0)).loss.backward()
+    assert len(called) == (given != "gradient")
 
 
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():

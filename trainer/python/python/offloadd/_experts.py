@@ -392,8 +392,10 @@ def _packed_names(module: nn.Module, users: Mapping[int, list[nn.Module]]) -> li
     weights = [*(("gate_up_proj",) if module.has_gate else ("up_proj",)), "down_proj"]
     names = weights + [f"{name}_bias" for name in weights if module.has_bias]
     params = [module._parameters.get(name) for name in names]
-    plain = all(type(param) is nn.Parameter and param.is_floating_point() and len(param) == count and users[id(param)] == [module] for param in params)
-    return names if plain else []
+    plain = lambda param: type(param) is nn.Parameter and param.is_floating_point() and len(param) == count and users[id(param)] == [module]
+    # A gradient, or a hook for it, is of the whole parameter.
+    bare = lambda param: param.grad is None and not param._backward_hooks and not getattr(param, "_post_accumulate_grad_hooks", None)
+    return names if all(plain(param) and bare(param) for param in params) else []
 
 
 def _are_experts(modules: nn.ModuleList, block: nn.Module) -> bool:
