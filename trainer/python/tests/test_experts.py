@@ -19,7 +19,7 @@ import offloadd  # noqa: E402
 from cases import ALL_CASES  # noqa: E402
 from offloadd import _zero  # noqa: E402
 from offloadd.__main__ import main  # noqa: E402
-from offloadd._experts import CutParam, part_of  # noqa: E402
+from offloadd._experts import CutParam, is_common_eager, part_of  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_gpu import Ahead  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
@@ -148,6 +148,27 @@ def test_packed_experts_with_a_hook_or_a_gradient_stay_whole(given):
     assert len(groups) == 4 and all(name.startswith("model.layers.1.") for name in groups) and type(weight) is not CutParam
     model(**text(0)).loss.backward()
     assert len(called) == (given != "gradient")
+
+
+def test_eager_experts_that_compute_in_other_types_are_refused(monkeypatch):
+    classes = {"nemotron_h": "NemotronHExperts", "openai_privacy_filter": "OpenAIPrivacyFilterExperts", "inkling2": "Inkling2Experts"}
+    for name, experts in classes.items():
+        module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        assert not is_common_eager(getattr(module, experts))
+    model = make(how="eager")
+    experts = type(model.model.layers[0].mlp.experts)
+    assert is_common_eager(experts)
+
+    def in_float(self, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+        return original(self, hidden_states, top_k_index, top_k_weights.float())
+
+    original = experts.forward.__wrapped__
+    monkeypatch.setattr(experts.forward, "__wrapped__", in_float)
+    is_common_eager.cache_clear()
+    Offloaded(model, unit_bytes_max=BYTES_MAX)
+    with pytest.raises(offloadd.NotSupported, match="the eager forward of Qwen3MoeExperts, in groups"):
+        model(**text(0))
+    is_common_eager.cache_clear()
 
 
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():

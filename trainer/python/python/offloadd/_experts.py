@@ -11,6 +11,9 @@ The model's state has the parameter's own name and shape, and so has the model a
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import re
 import sys
 from typing import Any, Callable, Mapping, Optional, Sequence
@@ -27,6 +30,10 @@ from ._units import BLOCKS_MIN, Unit, blocks_of
 
 # Of the functions that compute packed experts; grouped ones have the same bits for a group of experts as for all.
 _EAGER, _GROUPED = "eager", ("grouped_mm", "batched_mm")
+
+# Bodies of the eager forwards that compute as `Group.eager` does, by `_digest`: transformers' common one in its two spellings, and those of MuseSpark, GptOss
+# and Aria. Others compute or add in other types.
+_COMMON_EAGER = {"df64e11f4632", "07291db04ec0", "681de5c08476", "3d517ef0bd7a", "fec4c1882989"}
 
 # What the parts answer: they lie where the model computes, and are trained.
 _OF_PARTS = {*(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "requires_grad")), torch.Tensor.get_device}
@@ -188,6 +195,11 @@ class CutExperts:
         of_groups = [counts[group.first : group.last] for group in self.groups]
         used = self.agree("find the experts that have tokens", [any(of_group) for of_group in of_groups])
         if how == _EAGER:
+            if not is_common_eager(type(self.experts)):
+                raise NotSupported(
+                    f"the eager forward of {type(self.experts).__name__}, in groups: call model.set_experts_implementation('grouped_mm'), or raise "
+                    "offloadd.unit_bytes_max above the size of a layer"
+                )
             return self._eager(hidden_states, index, weights, of_groups, used)
         if how not in _GROUPED:
             raise NotSupported(
@@ -379,6 +391,21 @@ def _give(param: nn.Parameter, value: torch.Tensor) -> None:
         param.data = value
     else:
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+@functools.cache
+def is_common_eager(experts: type) -> bool:
+    """Whether a class of packed experts computes eagerly as `Group.eager` does."""
+    try:
+        source = inspect.getsource(experts.forward.__wrapped__)
+    except OSError:
+        return False
+    return _digest(source) in _COMMON_EAGER
+
+
+def _digest(source: str) -> str:
+    """Tells bodies of functions apart, whose sources may differ in spaces and comments."""
+    return hashlib.sha256(re.sub(r"#.*|\s", "", source.partition("->")[2]).encode()).hexdigest()[:12]
 
 
 def _packed_names(module: nn.Module, users: Mapping[int, list[nn.Module]]) -> list[str]:
