@@ -1,5 +1,6 @@
 """Mixtures of experts whose layers are larger than a unit may be: the bits of plain PyTorch, with a few experts in memory at a time."""
 
+import contextlib
 import copy
 import json
 import os
@@ -440,11 +441,14 @@ def routed(rank, ranks, path, modules):
         # Each rank has one token, which takes a quarter of the experts.
         inputs = [{"input_ids": torch.tensor([[5 + step], [50 + step]])} for step in range(3)]
     optimizer = adamw(model)
-    with offloadd.prepare(model, optimizer, config("cpu", path, unit_bytes_max=8_000 if modules else BYTES_MAX), run_dir=path / f"run-{ranks}"):
-        for batch in inputs:
-            found = model(**{name: value.chunk(ranks)[rank] for name, value in batch.items()})
-            loss = found * ranks if modules else found.logits.square().mean()
-            loss.backward()
+    settings = config("cpu", path, unit_bytes_max=8_000 if modules else BYTES_MAX)
+    with offloadd.prepare(model, optimizer, settings, run_dir=path / f"run-{ranks}") as run:
+        for step, batch in enumerate(inputs):
+            # With all weights in memory too.
+            with run.gathered() if step == 1 else contextlib.nullcontext():
+                found = model(**{name: value.chunk(ranks)[rank] for name, value in batch.items()})
+                loss = found * ranks if modules else found.logits.square().mean()
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         return {name: value.clone() for name, value in model.state_dict().items()}

@@ -15,7 +15,7 @@ from torch import nn
 
 from ._errors import Error, NotSupported
 from ._experts import Experts
-from ._forwards import Forwards
+from ._forwards import Forwards, in_backward
 from ._memory import HostMemory, Memory
 from ._order import Order
 from ._packed import is_wrapper, wrap_again
@@ -99,7 +99,7 @@ class Gathering:
             self._note_written(unit)
         if self.leads:
             self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
-        if unit.apart and self.forwards and not self.with_gradients:
+        if unit.apart and self.forwards and not self.with_backward:
             # A few tokens choose few experts, and others than the pass before: nothing of an earlier pass says which.
             record = False
         unforeseen = record and self.needs.next((False, unit.index))
@@ -129,9 +129,14 @@ class Gathering:
             self.release(unit)
             del self._came_ahead[unit]
 
+    @property
+    def with_backward(self) -> bool:
+        """Whether a backward follows the forward that is under way, or makes it again: another pass may have begun since the one it is of."""
+        return self.with_gradients or in_backward()
+
     def _used_by_any(self, what: str, used: list[bool]) -> list[bool]:
         """Which of a layer's experts some rank uses: all ranks bring them together."""
-        return used if self.ranks.count == 1 or self.whole else [bool(one) for one in self.ranks.any(what, bytes(used))]
+        return used if self.ranks.count == 1 or self.whole and not self.with_backward else [bool(one) for one in self.ranks.any(what, bytes(used))]
 
     def _open(self, unit: Unit) -> None:
         if unit.guarded:
