@@ -172,6 +172,26 @@ def test_eager_experts_that_compute_in_other_types_are_refused(monkeypatch):
     is_common_eager.cache_clear()
 
 
+def test_what_a_backward_that_failed_has_brought_does_not_stay():
+    model = randomize(Mixture())
+    offloaded = Offloaded(model, unit_bytes_max=8_000)
+    loss = model(torch.randn(3, 16), True)
+
+    def fail(_, args, out):
+        raise ValueError
+
+    # In the checkpoint's second forward, when experts were called.
+    handle = model.layers[1].experts[5].register_forward_hook(fail)
+    for layer in model.layers:
+        layer.gate.register_forward_hook(lambda _, args, out: out + torch.tensor([0, 9, 0, 0, 0, 9.0]))
+    with pytest.raises(ValueError):
+        loss.backward()
+    handle.remove()
+    assert offloaded.engine._kept
+    offloaded.engine.forget_gradients()
+    assert not offloaded.live() and not offloaded.engine._kept
+
+
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():
     torch.manual_seed(0)
     plain = randomize(Mixture())

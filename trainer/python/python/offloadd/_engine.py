@@ -125,6 +125,7 @@ class Engine:
             raise NotSupported("a prepared model cannot be traced or exported: do it before offloadd.prepare, or after close() of its run")
         if gradients.half_backward:
             self._active.clear()
+            self._kept.clear()
             gradients.drop_half()
         self.passes += 1
         self.core.phase(FORWARD)
@@ -253,6 +254,7 @@ class Engine:
         half = self.gradients.half_backward
         if half:
             self._active.clear()
+            self._kept.clear()
         self.gradients.forget(zero, of)
         if half:
             self.gathering.release_all()
