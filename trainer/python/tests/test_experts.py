@@ -175,6 +175,8 @@ def test_eager_experts_that_compute_in_other_types_are_refused(monkeypatch):
 def test_what_a_backward_that_failed_has_brought_does_not_stay():
     model = randomize(Mixture())
     offloaded = Offloaded(model, unit_bytes_max=8_000)
+    for layer in model.layers:
+        layer.gate.register_forward_hook(lambda _, args, out: out + torch.tensor([0, 9, 0, 0, 0, 9.0]))
     loss = model(torch.randn(3, 16), True)
 
     def fail(_, args, out):
@@ -182,14 +184,27 @@ def test_what_a_backward_that_failed_has_brought_does_not_stay():
 
     # In the checkpoint's second forward, when experts were called.
     handle = model.layers[1].experts[5].register_forward_hook(fail)
-    for layer in model.layers:
-        layer.gate.register_forward_hook(lambda _, args, out: out + torch.tensor([0, 9, 0, 0, 0, 9.0]))
     with pytest.raises(ValueError):
         loss.backward()
     handle.remove()
     assert offloaded.engine._kept
     offloaded.engine.forget_gradients()
     assert not offloaded.live() and not offloaded.engine._kept
+
+
+def test_a_pass_without_gradients_before_a_backward_leaves_its_order():
+    model = randomize(Mixture())
+    offloaded = Offloaded(model, unit_bytes_max=8_000)
+    x, announcements = torch.randn(3, 16), []
+    for _ in range(3):
+        loss = model(x, True)
+        with torch.no_grad():
+            model(x)
+        before = offloaded.core.announcements
+        loss.backward()
+        announcements.append(offloaded.core.announcements - before)
+        offloaded.take_gradients()
+    assert announcements[1:] == [0, 0], "the order has the experts of the backward"
 
 
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():
@@ -445,7 +460,7 @@ def test_other_functions_for_experts_and_other_limits_are_refused(tmp_path):
         model(**text(0))
     run.close(keep=False)
     model = make()
-    with pytest.raises(offloadd.LayoutChanged):
+    with pytest.raises(offloadd.LayoutChanged, match="offloadd.unit_bytes_max it was begun with"):
         run_with(tmp_path, "run", model, "nvme", unit_bytes_max=2 * BYTES_MAX)
     # Nothing was changed: it can be used as it is.
     assert type(model.model.layers[0].mlp.experts.gate_up_proj) is nn.Parameter and model(**text(0)).loss.isfinite()
