@@ -66,17 +66,19 @@ class Layout:
                     f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
                     "types and quantized from the same weights, or name another run_dir (for Hugging Face's Trainer another output_dir)"
                 )
+        as_begun = (
+            "use the model, offloadd.units and offloadd.unit_bytes_max it was begun with (experts in groups; a value above a layer's size for none), or name "
+            "another run_dir (for Hugging Face's Trainer another output_dir)"
+        )
         for (old_name, old_shape, _), (name, shape, _) in zip(before, now):
             if (old_name, old_shape) != (name, shape):
                 raise LayoutChanged(
-                    f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; use the model "
-                    "it was begun with, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                    f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; {as_begun}"
                 )
         if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.units]:
             raise LayoutChanged(
                 f"{where}: it was begun with {len(before)} parameters in {len(kept)} units, and the model has {len(now)} in "
-                f"{len(self.units)}, or divides them otherwise; use the model and offloadd.units it was begun with, or name another run_dir "
-                "(for Hugging Face's Trainer another output_dir)"
+                f"{len(self.units)}, or divides them otherwise; {as_begun}"
             )
 
 
