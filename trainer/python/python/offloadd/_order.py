@@ -64,7 +64,9 @@ class Order:
         if count == 0:
             return []
         found, came = [], {unit}
-        for gradients, coming in itertools.chain(self._rest[self._at :], self._known.get(self._kind, []) if repeats else []):
+        # Not a copy, at each unit, of what is left.
+        rest = (self._rest[at] for at in range(self._at, len(self._rest)))
+        for gradients, coming in itertools.chain(rest, self._known.get(self._kind, []) if repeats else []):
             if gradients:
                 continue
             # A unit that comes again does so for another use of its module.
