@@ -319,6 +319,8 @@ def test_weights_have_the_models_own_names_and_shapes(tmp_path):
             assert experts.gate_up_proj.untyped_storage().nbytes() == 0, "the whole parameter's memory was freed"
         with pytest.raises(offloadd.NotSupported, match="use the parameters of the groups"):
             experts.down_proj.register_hook(print)
+        with pytest.raises(offloadd.NotSupported, match="take the gradients of the groups' parameters"):
+            torch.autograd.grad(model(**text(0)).loss, experts.down_proj, allow_unused=True)
         for write in (lambda: experts.down_proj.data.zero_(), lambda: nn.init.zeros_(experts.down_proj), lambda: experts.down_proj.set_(torch.ones(1))):
             with pytest.raises(offloadd.NotSupported, match="model.layers.0.mlp.experts.down_proj, whose values are in tiles"):
                 write()

@@ -21,11 +21,11 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ._errors import NotSupported
 from ._packed import users_of
-from ._released import AS_TENSORS, BEFORE, ITSELF, REPLACES, on_copies
+from ._released import AS_TENSORS, BACKWARD, BEFORE, ITSELF, REPLACES, on_copies
 from ._units import BLOCKS_MIN, Unit, blocks_of
 
 # Of the functions that compute packed experts; grouped ones have the same bits for a group of experts as for all.
@@ -73,8 +73,12 @@ class CutParam(nn.Parameter):
         if func in ITSELF:
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        found: list[CutParam] = []
-        tree_map(lambda one: found.append(one) if isinstance(one, CutParam) else None, (args, kwargs))
+        found = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, CutParam)]
+        inputs = inspect.signature(func).bind(*args, **kwargs).arguments.get("inputs") if func in BACKWARD else None
+        if any(isinstance(one, CutParam) for one in tree_flatten(inputs)[0]):
+            raise NotSupported(
+                f"{func.__name__} for {found[0].name}, whose experts are in groups: take the gradients of the groups' parameters, which named_parameters() has"
+            )
         return on_copies(found[0].cut.reading, found, func, args, kwargs, copy_of=CutParam.joined)
 
     @property

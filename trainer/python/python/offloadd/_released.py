@@ -62,7 +62,7 @@ REPLACES = {
 _GRAPH = (_Tensor.view_as, _Tensor.expand_as)
 
 # Functions that run Python in their turn: hooks, functions of a script's own, checkpoints' forwards.
-_BACKWARD = (torch.autograd.grad, torch.autograd.backward, _Tensor.backward)
+BACKWARD = (torch.autograd.grad, torch.autograd.backward, _Tensor.backward)
 
 # Their arguments with gradients.
 _GRADIENTS = ("grad_tensors", "gradient", "grad_outputs")
@@ -114,7 +114,7 @@ class Released(nn.Parameter):
         if func in ITSELF:
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        if func in _BACKWARD:
+        if func in BACKWARD:
             return _backward(func, args, kwargs)
         if func in _ADDRESSES and not args[0].reader.under_way:
             copy = args[0].detach()
@@ -204,7 +204,7 @@ class Copied(_Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(one, Released) for one in types):
             return Released.__torch_function__(func, types, args, kwargs)
-        if func in _BACKWARD:
+        if func in BACKWARD:
             return _backward(func, args, kwargs or {})
         if func in _ADDRESSES:
             return _address_of(func, args[0])
