@@ -21,6 +21,7 @@ from cases import ALL_CASES  # noqa: E402
 from offloadd import _zero  # noqa: E402
 from offloadd.__main__ import main  # noqa: E402
 from offloadd._experts import CutParam, is_common_eager, part_of  # noqa: E402
+from offloadd._memory import gpu_weight_bytes  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_gpu import Ahead  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
@@ -205,6 +206,18 @@ def test_a_pass_without_gradients_before_a_backward_leaves_its_order():
         announcements.append(offloaded.core.announcements - before)
         offloaded.take_gradients()
     assert announcements[1:] == [0, 0], "the order has the experts of the backward"
+
+
+def test_a_plan_counts_experts_that_stay_for_their_backward():
+    model = randomize(Mixture())
+    offloaded = Offloaded(model, unit_bytes_max=8_000)
+    gathering = offloaded.engine.gathering
+    memory = gathering.memory = Ahead(offloaded.core, gathering.units)
+    for _ in range(4):
+        model(torch.randn(12, 16), True).backward()
+        offloaded.take_gradients()
+    modules = {unit.index: module for module, units in gathering.of_module.items() for unit in units}
+    assert memory.held_bytes_max <= gpu_weight_bytes(gathering.units, modules)
 
 
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():

@@ -188,12 +188,13 @@ class Ahead(HostMemory):
 
     def __init__(self, core, units):
         super().__init__(core, units)
-        self.held, self.held_max = [], 0
+        self.held, self.held_max, self.held_bytes_max, self.units = [], 0, 0, units
 
     def expect(self, unit):
         assert unit.index not in self.held, "it is here"
         self.held.append(unit.index)
         self.held_max = max(self.held_max, len(self.held))
+        self.held_bytes_max = max(self.held_bytes_max, sum(self.units[index].bytes for index in self.held))
         super().expect(unit)
 
     def release(self, unit):

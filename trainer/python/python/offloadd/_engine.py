@@ -26,6 +26,7 @@ from ._experts import Experts
 from ._forwards import Forwards, calls_of, in_backward, returned, tensors_in
 from ._gathering import Gathering
 from ._gradients import Gradients
+from ._memory import KEPT_MAX
 from ._packed import free_format, keep_format
 from ._ranks import Ranks
 from ._reading import Reading
@@ -35,9 +36,6 @@ from ._watch import unwatch
 
 # Where the program is, for the seconds of a step's parts.
 ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
-
-# Groups of experts that stay for their backward after a checkpoint's forward.
-_KEPT_MAX = 2
 
 # What torch.compile(fullgraph=True) tells of the hooks.
 _NO_FULL_GRAPH = "offloadd brings and releases parameters here: leave fullgraph=True out, or compile forwards of blocks, as in "
@@ -168,7 +166,7 @@ class Engine:
         """Releases experts that a checkpoint's forward has passed, but for the last ones: all of a layer's would come before the first one's backward,
         which begins with the last ones."""
         self._kept += experts
-        while len(self._kept) > _KEPT_MAX:
+        while len(self._kept) > KEPT_MAX:
             unit = self._kept.pop(0)
             if unit not in self._active:
                 self.gathering.release(unit)

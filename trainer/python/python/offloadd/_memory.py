@@ -15,6 +15,9 @@ from ._units import Unit
 # Units that come to a GPU before they are needed: one arrives while one waits, and each takes a unit's memory.
 _AHEAD = 2
 
+# Groups of experts that stay for their backward after a checkpoint's forward.
+KEPT_MAX = 2
+
 # Buffers that gradients leave a GPU from: one is written while the other one leaves.
 _GRADIENT_BUFFERS = 2
 
@@ -54,7 +57,8 @@ def _largest(units: Sequence[Unit]) -> int:
 
 
 def gpu_weight_bytes(units: Sequence[Unit], modules: Mapping[int, Any]) -> int:
-    """Bytes of the units that are on a GPU at a time, at most: what is in no block, a block, experts of it that come apart, and what comes ahead.
+    """Bytes of the units that are on a GPU at a time, at most: what is in no block, a block, experts of it that come apart or stay for
+    their backward, and what comes ahead.
     `modules` has the module of each unit, with which it comes and goes."""
     groups: dict[int, list[Unit]] = {}
     for unit in units:
@@ -73,7 +77,8 @@ def gpu_weight_bytes(units: Sequence[Unit], modules: Mapping[int, Any]) -> int:
     highest = 0
     for order in (forward, forward[::-1]):
         for at, (_, beside) in enumerate(order):
-            highest = max(highest, beside + sum(size for size, _ in order[at : at + 1 + _AHEAD]))
+            kept = [size for size, block in order[max(0, at - KEPT_MAX) : at] if block] if beside else []
+            highest = max(highest, beside + sum(kept) + sum(size for size, _ in order[at : at + 1 + _AHEAD]))
     return highest + sum(unit.bytes for unit in units if unit.root)
 
 
