@@ -21,7 +21,7 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from ._errors import NotSupported
 from ._packed import users_of

@@ -136,7 +136,11 @@ class Gathering:
 
     def _used_by_any(self, what: str, used: list[bool]) -> list[bool]:
         """Which of a layer's experts some rank uses: all ranks bring them together."""
-        return used if self.ranks.count == 1 or self.whole and not (self.trains and self.with_backward) else [bool(one) for one in self.ranks.any(what, bytes(used))]
+        return (
+            used
+            if self.ranks.count == 1 or self.whole and not (self.trains and self.with_backward)
+            else [bool(one) for one in self.ranks.any(what, bytes(used))]
+        )
 
     def _open(self, unit: Unit) -> None:
         if unit.guarded:

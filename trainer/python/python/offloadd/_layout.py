@@ -72,9 +72,7 @@ class Layout:
         )
         for (old_name, old_shape, _), (name, shape, _) in zip(before, now):
             if (old_name, old_shape) != (name, shape):
-                raise LayoutChanged(
-                    f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; {as_begun}"
-                )
+                raise LayoutChanged(f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; {as_begun}")
         if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.units]:
             raise LayoutChanged(
                 f"{where}: it was begun with {len(before)} parameters in {len(kept)} units, and the model has {len(now)} in "
