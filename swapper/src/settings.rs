@@ -274,24 +274,16 @@ impl SwapperSettings {
         let scratch_bytes = spilled
             .map(|range| layout.moved_bytes(Kind::Grad, range))
             .sum();
-        let resident_counts = ByKind(
-            residency
-                .0
-                .map(|kind| kind.iter().filter(|&&resident| resident).count() as u32),
-        );
-        let ByKind(
-            [
-                param_resident_count,
-                state_resident_count,
-                grad_resident_count,
-            ],
-        ) = resident_counts;
+        let resident_counts = ByKind::new(|kind| {
+            let resident = residency[kind].iter().filter(|&&resident| resident);
+            resident.count() as u32
+        });
         let mut plan = MemoryPlan {
-            param_resident_count,
-            state_resident_count,
+            param_resident_count: resident_counts[Kind::Param],
+            state_resident_count: resident_counts[Kind::State],
             param_staging_count: 0,
             state_staging_count: 0,
-            grad_resident_count,
+            grad_resident_count: resident_counts[Kind::Grad],
             grad_staging_count: 0,
             range_count,
             param_slot_bytes: layout.slot_bytes(Kind::Param),

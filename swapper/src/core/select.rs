@@ -133,7 +133,7 @@ impl Core {
     /// Reads along the plan, the earliest miss of all kinds first. Tiles that the trainer fills get their slots here
     /// too.
     pub(super) fn start_reads(&mut self, actions: &mut Vec<Action>) {
-        let mut out_of_slots = ByKind([false; 3]);
+        let mut out_of_slots = ByKind::<bool>::default();
         loop {
             let mut next = None;
             for kind in Kind::ALL {
