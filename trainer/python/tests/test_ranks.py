@@ -21,6 +21,7 @@ GPT2, GPT2Config = transformers.GPT2LMHeadModel, transformers.GPT2Config
 
 import offloadd  # noqa: E402
 from offloadd import _meetings, _zero  # noqa: E402
+from offloadd._board import Board  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 
@@ -380,6 +381,33 @@ def test_what_needs_the_same_settings_and_a_group_says_so(tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(offloadd.Error, match=r"2 processes were started .* call torch.distributed.init_process_group\(\) before"):
         offloadd.prepare(model, adamw(model), config("cpu", tmp_path))
+
+
+def late_look(rank, ranks, path):
+    """The first rank looks for the second before that one comes, and goes on when it has come, failed and ended."""
+    number, come, meeting = Board.number, Board.come, "compare models and settings"
+
+    def look(board, other):
+        found = number(board, other)
+        if rank == 0 and other == 1 and board.what(0, found + 1) == meeting:
+            while not board.ended(1):
+                time.sleep(0.01)
+            time.sleep(2 * _meetings._LOOK_S)
+        return found
+
+    def arrive(board, own, it, what, data):
+        while rank == 1 and what == meeting and number(board, 0) < it:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        come(board, own, it, what, data)
+
+    Board.number, Board.come = look, arrive
+    other_dir(rank, ranks, path)
+
+
+def test_a_rank_that_has_come_and_ended_is_not_taken_for_one_that_never_came(tmp_path):
+    for told in on_ranks(2, tmp_path / "store", late_look, tmp_path):
+        assert "rank 1 has another model or other settings than rank 0" in str(told)
 
 
 def trainer(rank, ranks, path, killed=False):

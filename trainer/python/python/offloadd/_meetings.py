@@ -164,10 +164,11 @@ class Meetings:
     def _look(self, what: str, late: list[int], waited_s: float) -> None:
         """Raises if one of the ranks that are late will not come, or wait for this one in vain."""
         self.raise_own()
-        if any(map(self._has_ended, late)):
+        newest = self._board.number(self.rank)
+        # A rank may have come and then ended its run, as with an error of this meeting, since it was found late.
+        if any(self._has_ended(rank) and self._board.number(rank) < newest for rank in late):
             raise self._fail(RankGone(self._gone))
         # Where others of its node are late, a rank of another node may have come.
-        newest = self._board.number(self.rank)
         late = [rank for rank in late if self._at(rank)[0] < newest]
         if waited_s > _STUCK_S and late and all(self._stuck(rank) for rank in late):
             raise self._fail(OrderDiffers(f"the ranks wait for each other: {self._places()}. {_SAME_ORDER}"))
