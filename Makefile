@@ -126,6 +126,7 @@ test: libtorch
 # With UPDATE_DOCS, the tests that compare pages write them.
 docs: libtorch
 	trainer/bench/picture.py
+	bench-io/draw.py --stored
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
 	UPDATE_DOCS=1 trainer/python/test.sh -k test_docs
 

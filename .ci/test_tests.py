@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py`, `.ci/links.py`
-and `.ci/words.py`, and of the picture of results."""
+and `.ci/words.py`, and of the pictures of results."""
 
+import contextlib
+import io
 import json
 import pathlib
 import re
@@ -360,6 +362,51 @@ class Picture(unittest.TestCase):
         import picture
 
         self.assertEqual(picture.OUT.read_text(), picture.current(), "run `make docs`")
+
+
+class Chart(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        sys.path.insert(0, str(HERE.parent / "bench-io"))
+        import draw
+
+        cls.draw = draw
+
+    def test_the_pictures_of_stored_results_are_current(self):
+        for path, picture in self.draw.stored().items():
+            self.assertEqual(path.read_text(), picture, "run `make docs`")
+
+    def test_an_axis_has_few_round_numbers_and_reaches_the_highest_point(self):
+        for top, step in ((1, 0.2), (3.1, 1), (6, 1), (6.1, 2), (24, 5), (26, 5), (448, 100), (0.003, 0.0005)):
+            self.assertAlmostEqual(self.draw.tick_step(top) / step, 1, msg=top)
+        drawn = self.draw.svg("title", "GB/s", [], [("read", [(self.draw.SCALE[0], [(1, 12.4), (2, 24.6)])])])
+        for part in (">25</text>", ">0</text>", ">GB/s</text>", ">drives</text>"):
+            self.assertIn(part, drawn)
+        self.assertNotIn(">30</text>", drawn)
+        # Two points and the legend.
+        self.assertEqual(drawn.count(self.draw.CIRCLE), 3)
+
+    def test_lines_about_a_picture_stand_above_its_panels_and_fit(self):
+        def drawn(about):
+            return self.draw.svg("title", "GB/s", about, [("read", [(self.draw.SCALE[0], [(1, 2)])])])
+
+        def size(of, about):
+            return float(re.search(f' {of}="([0-9.]+)"', drawn(about))[1])
+
+        lines = ["first", "second & third"]
+        self.assertEqual(size("height", lines) - size("height", lines[:1]), self.draw.LINE_HEIGHT)
+        self.assertIn("second &amp; third", drawn(lines))
+        self.assertIn(f'd="M{self.draw.MARGIN} {self.draw.HEAD + 2 * self.draw.LINE_HEIGHT} V', drawn(lines))
+        self.assertEqual(size("width", ["x" * 300]), 300 * self.draw.LETTER_WIDTH + 2 * self.draw.MARGIN)
+
+    def test_what_is_no_report_is_refused(self):
+        for text in ("[]", "{}", '{"rows": []}', "no JSON"):
+            with tempfile.TemporaryDirectory() as directory:
+                path = pathlib.Path(directory) / "it.json"
+                path.write_text(text)
+                with contextlib.redirect_stderr(io.StringIO()) as said:
+                    self.assertEqual(self.draw.main([str(path)]), 1)
+                self.assertIn(str(path), said.getvalue())
 
 
 if __name__ == "__main__":

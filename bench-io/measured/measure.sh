@@ -66,7 +66,7 @@ part() {
         ;;
     disk) said scale --directory "$out" --size 1g --runtime 1 ;;
     unequal) said scale --testdrives 4 --slow-last $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
-    drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" ;;
+    drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" && bench-io/draw.py "$out/drives/scale.json" ;;
     training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --steps 7 --out "$out/training" ;;
     *) echo "$1: no such part" >&2; return 2 ;;
     esac

@@ -21,7 +21,6 @@ mod job;
 mod job_file;
 mod load;
 mod machine;
-mod picture;
 mod place;
 mod prepared;
 mod progress;

@@ -1,6 +1,6 @@
 //! `bench-io scale`: options and output files.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -12,7 +12,7 @@ use crate::job::engine_of;
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::report;
-use crate::scale::{self, ScalePlan, ScaleReport, picture};
+use crate::scale::{self, ScalePlan, ScaleReport};
 use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
 
@@ -95,7 +95,7 @@ pub(crate) struct ScaleArgs {
     /// Fail when a row is further than this from the rate limit
     #[arg(long, value_name = "PERCENT")]
     tolerance: Option<f64>,
-    /// Write scale.json and scale.svg to this directory
+    /// Write scale.json to this directory; bench-io/draw.py draws it
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print one JSON object
@@ -124,7 +124,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     // Printing and writing files may fail independently on a full drive; do both.
     let printed = report::print(&report, args.json);
     if let Some(out) = &args.out {
-        leave(out, &report)?;
+        report::leave(out, "scale", report.description(), &report)?;
     }
     printed?;
     let outside = args
@@ -252,15 +252,4 @@ fn on_testdrives(
     let _inside = drives.enter()?;
     let plan = plan(args, drives.state().dirs.clone(), args.loop_devices);
     scale::measure(&plan, Some((&drives, limit)), fio, progress)
-}
-
-fn leave(out: &Path, report: &ScaleReport) -> Result<()> {
-    for (name, text) in [
-        ("scale.json", serde_json::to_string_pretty(report)?),
-        ("scale.svg", picture::svg(report)),
-    ] {
-        let path = out.join(name);
-        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
-    }
-    Ok(())
 }

@@ -89,7 +89,7 @@ pub(crate) struct TrainingArgs {
     /// Path of the trainer [default: beside this program]
     #[arg(long, value_name = "PROGRAM")]
     trainer: Option<PathBuf>,
-    /// Write training.json and training.svg to this directory
+    /// Write training.json to this directory; bench-io/draw.py draws it
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print one JSON object
@@ -161,13 +161,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     // Printing and writing files may fail independently on a full drive; do both.
     let outcome = report::print(&report, args.json);
     if let Some(out) = &args.out {
-        for (name, text) in [
-            ("training.json", serde_json::to_string_pretty(&report)?),
-            ("training.svg", training::svg(&report)),
-        ] {
-            let path = out.join(name);
-            std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
-        }
+        report::leave(out, "training", report.description(), &report)?;
     }
     outcome
 }

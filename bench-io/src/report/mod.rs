@@ -1,8 +1,9 @@
 //! Reports: figures, the machine and devices they were measured on, and warnings.
 
 use std::fmt;
+use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use offload_support::units::ApproxRate;
 use offload_support::{console, outln};
 use serde::Serialize;
@@ -30,6 +31,30 @@ pub(crate) fn print<R: fmt::Display + Serialize>(report: &R, json: bool) -> Resu
         false => console::out(format_args!("{report}")),
     }
     Ok(console::finish()?)
+}
+
+/// Writes `NAME.json` in `dir`: a report, with lines for a picture of it (`bench-io/draw.py`), which say how it was measured.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn leave<R: Serialize>(
+    dir: &Path,
+    name: &str,
+    description: Vec<String>,
+    report: &R,
+) -> Result<()> {
+    #[derive(Serialize)]
+    struct Described<'a, R> {
+        #[serde(flatten)]
+        report: &'a R,
+        description: Vec<String>,
+    }
+    let text = serde_json::to_string_pretty(&Described {
+        report,
+        description,
+    })?;
+    let path = dir.join(name).with_extension("json");
+    std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
 }
 
 /// One direction of a measurement.

@@ -12,7 +12,6 @@
 mod caveats;
 mod control;
 mod measure;
-pub(crate) mod picture;
 mod store;
 mod table;
 

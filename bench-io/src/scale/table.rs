@@ -36,8 +36,15 @@ impl fmt::Display for ScaleReport {
 }
 
 impl ScaleReport {
+    /// How it was measured, in a few lines.
+    pub(crate) fn description(&self) -> Vec<String> {
+        let mut lines: Vec<String> = self.limit_line().into_iter().collect();
+        lines.push(self.settings_line());
+        lines
+    }
+
     /// The rate limit of each drive.
-    pub(super) fn limit_line(&self) -> Option<String> {
+    fn limit_line(&self) -> Option<String> {
         let limit = self.limit?;
         let (read, write) = (
             ApproxRate(limit.read as f64),
@@ -49,7 +56,7 @@ impl ScaleReport {
     }
 
     /// The settings in one line.
-    pub(super) fn settings_line(&self) -> String {
+    fn settings_line(&self) -> String {
         let settings = &self.about.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
         let mut line = format!(

@@ -8,7 +8,6 @@
 
 mod deepspeed;
 mod machine;
-pub(crate) mod picture;
 mod planner;
 mod trial;
 
@@ -18,7 +17,6 @@ use offload_support::units::{ApproxRate, Counted};
 use serde::Serialize;
 
 use self::machine::Shown;
-use self::picture::Drawn;
 use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
@@ -77,6 +75,22 @@ impl TrainingRow {
     /// TFLOPS at 6 operations a parameter and token.
     fn tflops(&self, step_s: f64) -> f64 {
         6.0 * self.ours.parameters * self.ours.tokens / step_s / 1e12
+    }
+}
+
+impl TrainingReport {
+    /// Of what step it is, and on what machine, in a few lines.
+    pub(crate) fn description(&self) -> Vec<String> {
+        let settings = &self.about.settings;
+        let first = self.rows.first().into_iter();
+        let lines = first.flat_map(|row| {
+            let step = format!("{}: {}", settings.subject, step_line(&row.ours));
+            [
+                step,
+                Shown(&row.ours.machine, &settings.machine).to_string(),
+            ]
+        });
+        lines.collect()
     }
 }
 
@@ -161,23 +175,4 @@ fn step_line(ours: &Planned) -> String {
         ours.tokens,
         Counted(ours.micro_batches, "micro-batch")
     )
-}
-
-/// Draws operations a second over the number of drives.
-pub(crate) fn svg(report: &TrainingReport) -> String {
-    let rows = report.rows.iter().map(|row| Drawn {
-        drives: f64::from(row.drives),
-        predicted: Some(row.tflops(row.ours.step_s)),
-        measured: (row.measured.as_ref()).map(|trial| row.tflops(trial.step_s)),
-        deepspeed_predicted: Some(row.tflops(row.deepspeed.step_s)),
-        deepspeed_measured: None,
-    });
-    let settings = &report.about.settings;
-    let mut about = vec![report.about.machine.to_string()];
-    if let Some(row) = report.rows.first() {
-        about.push(format!("{}: {}", settings.subject, step_line(&row.ours)));
-        about.push(Shown(&row.ours.machine, &settings.machine).to_string());
-    }
-    about.push(format!("rates: {}", report.rates));
-    picture::draw(&about, &rows.collect::<Vec<_>>())
 }

@@ -36,6 +36,17 @@ pub(crate) fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+/// Returns the picture that `bench-io/draw.py` draws of a report.
+pub(crate) fn drawn(report: &Path) -> String {
+    let output = std::process::Command::new("python3")
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/draw.py"))
+        .arg(report)
+        .output()
+        .expect("python3");
+    assert!(output.status.success(), "{}", printed(&output));
+    std::fs::read_to_string(report.with_extension("svg")).expect("a picture")
+}
+
 /// Asserts that a report names its program, command and devices.
 pub(crate) fn says_what_it_is_of(report: &Value, dir: &Path) {
     assert!(report["version"].as_u64().is_some(), "{report}");

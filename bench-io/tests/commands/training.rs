@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::harness::{
-    alone, cannot_make_testdrives, drive, json, program, refused, says_how_it_went,
+    alone, cannot_make_testdrives, drawn, drive, json, program, refused, says_how_it_went,
 };
 
 /// Returns the trainer beside bench-io, if it was built; otherwise prints that the test is skipped.
@@ -207,7 +207,7 @@ fn a_run_on_rate_limited_drives_takes_about_as_long_as_predicted() {
     assert!((0.25..1.5).contains(&(predicted / measured)), "{row}");
     let bytes = number(&row["measured"]["written_bytes"]) / number(&row["ours"]["written_bytes"]);
     assert!((0.9..1.1).contains(&bytes), "{row}");
-    let svg = std::fs::read_to_string(out.join("training.svg")).unwrap();
+    let svg = drawn(&out.join("training.json"));
     assert!(svg.contains("ours, measured") && svg.contains("DeepSpeed, predicted"));
 }
 
@@ -303,7 +303,7 @@ fn the_picture_says_of_what_it_is() {
         "{}",
         crate::harness::printed(&output)
     );
-    let svg = std::fs::read_to_string(dir.path().join("training.svg")).unwrap();
+    let svg = drawn(&dir.path().join("training.json"));
     for line in [
         "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens per step in 2 micro-batches",
         "planned for: host memory 512.0 GiB (given), 32 cores",
