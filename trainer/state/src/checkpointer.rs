@@ -60,6 +60,8 @@ pub struct CheckpointerParts {
     pub ranges: Option<usize>,
     /// Bytes of all ranks' tiles.
     pub tile_bytes: u64,
+    /// Prints a line for people; called on the rank that reports.
+    pub say: Box<dyn Fn(&str) + Send>,
 }
 
 /// Checkpoints that failed while training went on.
@@ -136,8 +138,8 @@ impl Checkpointer {
     ///
     /// # Errors
     /// A rank is gone.
-    pub fn begin(&mut self, step: u64, say: &dyn Fn(&str)) -> Result<bool, RankError> {
-        self.settle(say)?;
+    pub fn begin(&mut self, step: u64) -> Result<bool, RankError> {
+        self.settle()?;
         let began = Instant::now();
         let refused = (self.ranks).together("making room for a checkpoint", || {
             let begun = match self.manages(self.ranks.rank()) {
@@ -211,7 +213,7 @@ impl Checkpointer {
     }
 
     /// Sets the state of the checkpoint being made, if it is of the same step.
-    pub fn is_of(&mut self, state: &RunState) {
+    pub fn set_state(&mut self, state: &RunState) {
         if let Some(checkpoint) = self
             .under_way
             .as_mut()
@@ -225,7 +227,7 @@ impl Checkpointer {
     ///
     /// # Errors
     /// A rank is gone.
-    pub fn look(&mut self, say: &dyn Fn(&str)) -> Result<(), RankError> {
+    pub fn advance(&mut self) -> Result<(), RankError> {
         let Some(checkpoint) = &mut self.under_way else {
             return Ok(());
         };
@@ -234,7 +236,7 @@ impl Checkpointer {
         }
         let told = checkpoint.told();
         let all = self.ranks.numbers(told)?;
-        self.go_on(&all, say);
+        self.apply_progress(&all);
         Ok(())
     }
 
@@ -242,7 +244,7 @@ impl Checkpointer {
     ///
     /// # Errors
     /// A rank is gone.
-    pub fn settle(&mut self, say: &dyn Fn(&str)) -> Result<(), RankError> {
+    pub fn settle(&mut self) -> Result<(), RankError> {
         while let Some(checkpoint) = &mut self.under_way {
             self.parts.checkpoint_tap.stop();
             if checkpoint.state.is_none() {
@@ -254,7 +256,7 @@ impl Checkpointer {
                 checkpoint.wait();
                 Ok::<(), RankError>(())
             })?;
-            self.look(say)?;
+            self.advance()?;
         }
         Ok(())
     }
@@ -274,7 +276,7 @@ impl Checkpointer {
     }
 
     /// Advances according to all ranks' progress; every rank gets the same result.
-    fn go_on(&mut self, all: &[Told], say: &dyn Fn(&str)) {
+    fn apply_progress(&mut self, all: &[Told]) {
         let is = |word: u64| move |told: &Told| told[0] == word;
         if let Some(rank) = all.iter().position(is(FAILED)) {
             return self.abandon(rank);
@@ -293,7 +295,7 @@ impl Checkpointer {
                 let copies = copies.map_or(String::new(), |dirs| {
                     format!(" on each of {} nodes", dirs.count())
                 });
-                say(&format!(
+                (self.parts.say)(&format!(
                     "checkpoint of step {step} in {path}{copies}: {}, {seconds:.1} s",
                     ApproxBytes(bytes)
                 ));

@@ -162,6 +162,12 @@ impl Progress {
         say(self.bar.as_ref(), line);
     }
 
+    /// Returns what prints lines as [`Progress::say`] does, for those who report beside the loop.
+    pub(super) fn speaker(&self) -> impl Fn(&str) + Send + 'static {
+        let bar = self.bar.clone();
+        move |line| say(bar.as_ref(), line)
+    }
+
     /// Formats what a step's line shows, the most important first.
     fn fields(&self, metrics: &StepMetrics, bottleneck: &str) -> Vec<String> {
         let since = &self.since;

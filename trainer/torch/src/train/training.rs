@@ -1,10 +1,12 @@
 //! The training loop of an open run: steps, their metrics, evaluations and checkpoints.
 
+mod kept;
+
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::Comm;
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::Counted;
 use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
 
@@ -28,14 +30,6 @@ use training_state::overflow::{Outcome, OverflowState};
 use training_state::plan::Measured;
 use training_state::ranks::Ranks;
 use training_state::trace::Trace;
-
-/// Time between attempts to write a checkpoint of a state that is only in memory.
-const RETRY_MIN: Duration = Duration::from_secs(5);
-const RETRY_MAX: Duration = Duration::from_secs(600);
-const RETRY_POLL: Duration = Duration::from_millis(200);
-
-/// Time between two lines that say so.
-const REMINDER: Duration = Duration::from_secs(600);
 
 /// State of a run in its training loop.
 pub(super) struct Training {
@@ -157,6 +151,10 @@ impl Training {
             layout: run.layout.clone(),
             ranges: run.saved_ranges()?,
             tile_bytes: run.plan.memory.all_bytes,
+            say: match &shown {
+                Some(shown) => Box::new(shown.progress.speaker()),
+                None => Box::new(|_: &str| ()),
+            },
         };
         let mut checkpointer =
             Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
@@ -291,9 +289,8 @@ impl Training {
         }
         self.checkpointer.all_came();
         let saving = (self.checkpoint_wanted || self.checkpoint_is_due()) && {
-            let shown = &self.shown;
             self.checkpointed = Instant::now();
-            self.checkpointer.begin(step, &|line| say(shown, line))?
+            self.checkpointer.begin(step)?
         };
         let hyper =
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
@@ -322,7 +319,7 @@ impl Training {
             (true, false) => self.checkpointer.visit_updated_elsewhere(backend)?,
             (true, true) => self.checkpointer.visit(backend)?,
         }
-        self.checkpointer.is_of(&self.run.state);
+        self.checkpointer.set_state(&self.run.state);
         if is_best && self.settings.train.checkpoint_best {
             self.best_checkpoint = self.evaluations.lowest();
             self.checkpointer.spare(step);
@@ -332,8 +329,7 @@ impl Training {
             // The next commit would leave no state to repeat an interrupted checkpoint from.
             self.settle_checkpoints()?;
         }
-        let shown = &self.shown;
-        self.checkpointer.look(&|line| say(shown, line))?;
+        self.checkpointer.advance()?;
         // An evaluation may take longer than a step. All ranks have the same `asked` and `evaluated`.
         Ok(asked || evaluated && self.ranks.any(stop.asked())?)
     }
@@ -532,21 +528,16 @@ impl Training {
 
     /// Begins a checkpoint of the present tiles; it is completed during the following steps.
     fn checkpoint_now(&mut self) -> Result<(), TrainError> {
-        let shown = &self.shown;
-        if self
-            .checkpointer
-            .begin(self.run.state.step, &|line| say(shown, line))?
-        {
+        if self.checkpointer.begin(self.run.state.step)? {
             self.checkpointer.visit(&mut self.run.backend)?;
-            self.checkpointer.is_of(&self.run.state);
+            self.checkpointer.set_state(&self.run.state);
         }
         Ok(())
     }
 
     fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
-        let shown = &self.shown;
-        now(shown, self.run.state.step, "checkpoint");
-        Ok(self.checkpointer.settle(&|line| say(shown, line))?)
+        now(&self.shown, self.run.state.step, "checkpoint");
+        Ok(self.checkpointer.settle()?)
     }
 
     /// Measurements of this machine for the next plan.
@@ -639,102 +630,6 @@ impl Training {
     /// Whether no process can read all of the store, because other nodes have parts of it.
     fn is_on_nodes(&self) -> bool {
         self.ranks.nodes() > 1 && self.settings.placement.has_store()
-    }
-
-    /// Commits the last finished step, or writes a checkpoint of it. A state that is only in memory is kept there until its checkpoint
-    /// is written, or until a signal ends the run.
-    pub(super) fn keep(&mut self, stop: &Stop) -> Result<(), TrainError> {
-        reach(Point::Draining);
-        if let Some(shown) = &self.shown {
-            shown.progress.begin();
-        }
-        now(&self.shown, self.run.state.step, "commit");
-        (self.ranks).together::<_, TrainError>("committing the last step", || {
-            Ok(self.run.backend.drain()?)
-        })?;
-        self.settle_checkpoints()?;
-        let step = self.run.state.step;
-        let train = &self.settings.train;
-        let worth = step > 0 || train.steps == 0;
-        let is_complete =
-            step >= train.steps || self.evaluations.has_stalled(train.early_stopping_patience);
-        let exports = self.is_on_nodes() && train.export_to.is_some() && is_complete;
-        let is_only_copy = !self.settings.placement.has_store() || exports;
-        if worth && is_only_copy && !self.checkpointer.has(step) {
-            self.checkpoint_now()?;
-            self.settle_checkpoints()?;
-            if !self.checkpointer.has(step) {
-                self.insist(stop)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Tries to write the checkpoint of the present step again and again, until it is written or SIGTERM or SIGINT ends the run, after
-    /// a last attempt: space may have been freed since the one before.
-    fn insist(&mut self, stop: &Stop) -> Result<(), TrainError> {
-        let step = self.run.state.step;
-        let was_terminated = stop.terminated();
-        stop.take_checkpoint_request();
-        let mut wait = match self.checkpointer.turns_elsewhere() {
-            true => Duration::ZERO,
-            false => RETRY_MIN,
-        };
-        let mut told = None;
-        loop {
-            if !wait.is_zero() && told.is_none_or(|told: Instant| told.elapsed() >= REMINDER) {
-                told = Some(Instant::now());
-                self.tell_what_waits(step);
-            }
-            let goes_on = self.waits(wait, was_terminated, stop)?;
-            let began = Instant::now();
-            self.checkpoint_now()?;
-            self.settle_checkpoints()?;
-            if self.checkpointer.has(step) || !goes_on {
-                return Ok(());
-            }
-            // An attempt that finds no room takes no time; one that writes until the drive is full wears it.
-            wait = (began.elapsed() * 20).clamp(RETRY_MIN, RETRY_MAX);
-        }
-    }
-
-    /// Waits until the next attempt, or until a signal asks for one. Returns false if a signal ended the run; all ranks agree.
-    fn waits(&self, wait: Duration, was_terminated: bool, stop: &Stop) -> Result<bool, TrainError> {
-        let until = Instant::now() + wait;
-        loop {
-            let retries = stop.take_checkpoint_request() || Instant::now() >= until;
-            // The second signal of a run that one has stopped ends the process.
-            let ends = stop.terminated() && !was_terminated;
-            let told = [u64::from(ends), u64::from(retries)];
-            let all = self.ranks.numbers(told)?;
-            if all.iter().any(|[ends, _]| *ends > 0) {
-                return Ok(false);
-            }
-            if all.iter().any(|[_, retries]| *retries > 0) {
-                return Ok(true);
-            }
-            std::thread::sleep(RETRY_POLL);
-        }
-    }
-
-    /// Says on the first rank that the state is in memory, and what to do.
-    fn tell_what_waits(&self, step: u64) {
-        let why = self.checkpointer.failure_of(step).unwrap_or_default();
-        let lost = match self.checkpointer.newest_kept() {
-            Some(kept) => format!("what came after step {kept}"),
-            None => "all of its steps".into(),
-        };
-        say(
-            &self.shown,
-            &format!(
-                "the state of step {step} is kept in memory, because its checkpoint could not be written: {why}. It is tried again every few \
-                 seconds, and at once after `kill -USR1 {}`: free {} there, or move {} to another drive and leave a link in its place. \
-                 SIGTERM or SIGINT tries a last time and ends the run; without room it loses {lost}",
-                std::process::id(),
-                ApproxBytes(self.run.plan.memory.all_bytes),
-                self.run.checkpoints.path().display()
-            ),
-        );
     }
 }
 
