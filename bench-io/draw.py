@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draws a report of `bench-io scale` or `bench-io training` as a chart over the number of drives (SVG).
 
-    bench-io scale --directory /mnt/nvme0 --out results && bench-io/draw.py results/scale.json     writes results/scale.svg
-    bench-io/draw.py training.json OUT.svg
-    bench-io/draw.py --stored          draws the results in bench-io/measured again; `make docs` calls it
+bench-io scale --directory /mnt/nvme0 --out results && bench-io/draw.py results/scale.json     writes results/scale.svg
+bench-io/draw.py training.json OUT.svg
+bench-io/draw.py --stored          draws the results in bench-io/measured again; `make docs` calls it
 """
 
 import html

@@ -224,7 +224,7 @@ impl Bench {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => anyhow::bail!("a job's thread ended"),
             }
-            watch.look();
+            watch.sample();
         }
         if let Some(error) = failure {
             return Err(error);

@@ -91,7 +91,7 @@ impl<'a> Watch<'a> {
             .min(Duration::from_millis(100))
     }
 
-    pub(crate) fn look(&mut self) {
+    pub(crate) fn sample(&mut self) {
         let now = Instant::now();
         if self.at_begin.is_none() && now >= self.begin {
             self.at_begin = Some(self.watched.now());

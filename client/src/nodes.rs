@@ -87,7 +87,7 @@ pub enum Disagreement {
     },
     /// Nodes lack a generation that was confirmed, so that it was durable on them.
     #[error(
-        "{} lost generation {generation}, which {} confirmed; {}: the drives were emptied or restored from an older copy; bring back the newest content, or {TO_CHECKPOINT}", name(.lacking), name(.confirmed_by), tell(.lacking, .held)
+        "{} lost generation {generation}, which {} confirmed; {}: the drives were emptied or restored from an older copy; bring back the newest content, or {TO_CHECKPOINT}", name(.lacking), name(.confirmed_by), missing_on(.lacking, .held)
     )]
     Lost {
         /// The newest confirmed generation.
@@ -274,7 +274,7 @@ fn name(nodes: &[u32]) -> String {
 }
 
 /// Returns the generations that each of the lacking nodes holds.
-fn tell(lacking: &[u32], held: &[Vec<Generation>]) -> String {
+fn missing_on(lacking: &[u32], held: &[Vec<Generation>]) -> String {
     let told = lacking.iter().zip(held).map(|(node, numbers)| {
         let numbers: Vec<String> = numbers.iter().map(Generation::to_string).collect();
         match numbers.is_empty() {

@@ -87,7 +87,7 @@ impl Nodes {
         let own_start = RandomState::new().build_hasher().finish();
         let mut own = own_start.to_le_bytes().to_vec();
         own.extend(held.to_bytes());
-        let all = self.tell(COMPARING, &own)?;
+        let all = self.exchange(COMPARING, &own)?;
         let told = |rank: u32| {
             let (start, held) = all.get(rank as usize)?.split_first_chunk()?;
             Some((u64::from_le_bytes(*start), Held::from_bytes(held)?))
@@ -102,7 +102,7 @@ impl Nodes {
 
     /// Tells the other ranks that `generation` is prepared here. Returns the generation that all nodes may confirm.
     fn confirmable(&self, generation: Generation) -> Result<Generation, SwapperError> {
-        let all = self.tell(CONFIRMING, &generation.0.to_le_bytes())?;
+        let all = self.exchange(CONFIRMING, &generation.0.to_le_bytes())?;
         let number = |message: &Vec<u8>| {
             let bytes = message[..].try_into().ok()?;
             Some(Generation(u64::from_le_bytes(bytes)))
@@ -112,7 +112,7 @@ impl Nodes {
         Ok(confirmable(&prepared))
     }
 
-    fn tell(&self, doing: &'static str, own: &[u8]) -> Result<Vec<Vec<u8>>, SwapperError> {
+    fn exchange(&self, doing: &'static str, own: &[u8]) -> Result<Vec<Vec<u8>>, SwapperError> {
         let all = self.exchange.exchange(own);
         all.map_err(|source| SwapperError::OtherNodes { doing, source })
     }

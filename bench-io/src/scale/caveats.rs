@@ -11,7 +11,7 @@ const ONE_DRIVE_SHARE: f64 = 0.02;
 const SPREAD_MAX: f64 = 1.2;
 
 /// All warnings, one line each.
-pub(super) fn of(rows: &[Row]) -> Vec<String> {
+pub(super) fn find(rows: &[Row]) -> Vec<String> {
     let mut found = off_the_limit(rows);
     found.extend(busy(rows));
     found.extend(short(rows));

@@ -35,7 +35,7 @@ pub(crate) fn measure(
     let mut warnings = warnings::before();
     let measuring = Measuring::begin(plan, testdrives, fio, progress)?;
     let rows = measuring.rows()?;
-    warnings.extend(caveats::of(&rows));
+    warnings.extend(caveats::find(&rows));
     if testdrives.is_none() {
         warnings.extend(warnings::of_one_drive(&plan.dirs));
         warnings.extend(warnings::of_drives(plan.dirs.iter().map(PathBuf::as_path)));

@@ -33,30 +33,30 @@ const FORGET_WAIT: Duration = Duration::from_secs(1);
 const FORGET_TRIES: usize = 600;
 
 pub(super) fn say_ready() {
-    tell(&[NotifyState::Ready], WAIT);
+    notify(&[NotifyState::Ready], WAIT);
 }
 
 /// Tells that settings are being reloaded. Call [`say_ready`] afterwards.
 pub(super) fn say_reloading() {
     if let Ok(now) = NotifyState::monotonic_usec_now() {
-        tell(&[NotifyState::Reloading, now], WAIT);
+        notify(&[NotifyState::Reloading, now], WAIT);
     }
 }
 
 pub(super) fn say_stopping() {
-    tell(&[NotifyState::Stopping], WAIT);
+    notify(&[NotifyState::Stopping], WAIT);
 }
 
 /// Sets the status that `systemctl status` shows.
 pub(super) fn say_status(text: &str) {
-    tell(&[NotifyState::Status(text)], WAIT);
+    notify(&[NotifyState::Status(text)], WAIT);
 }
 
 /// Logs `line`, sets it as the status, and extends the start timeout, for long work that makes progress.
 pub(super) fn report_progress(line: &str) {
     tracing::info!("{line}");
     let more = NotifyState::ExtendTimeoutUsec(MORE_TIME.as_micros() as u32);
-    tell(&[NotifyState::Status(line), more], WAIT);
+    notify(&[NotifyState::Status(line), more], WAIT);
 }
 
 /// Sends watchdog messages as often as the unit's `WatchdogSec` demands, each after a full turn of the owner thread. If that thread
@@ -74,7 +74,7 @@ pub(super) async fn feed_watchdog(owner: DriverHandle) {
             return;
         }
         // Without waiting: the next message follows soon.
-        tell(&[NotifyState::Watchdog], Duration::ZERO);
+        notify(&[NotifyState::Watchdog], Duration::ZERO);
     }
 }
 
@@ -179,7 +179,7 @@ fn left_until(end: Instant) -> io::Result<Duration> {
 }
 
 /// Sends states; failures are ignored, because a stuck manager must not keep the daemon from serving or stopping.
-fn tell(states: &[NotifyState], wait: Duration) {
+fn notify(states: &[NotifyState], wait: Duration) {
     let lines: Vec<String> = states.iter().map(ToString::to_string).collect();
     let _: io::Result<()> = send(&lines.join("\n"), None, wait);
 }

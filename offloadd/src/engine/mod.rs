@@ -198,7 +198,7 @@ impl Engine {
         };
         let limits = devices
             .iter()
-            .map(|file| rate_limited::of(file, &limits))
+            .map(|file| rate_limited::rate_limit(file, &limits))
             .collect();
         let reason = format!("{reason}; {limits:?}");
         let limited = rate_limited::RateLimited::new(engine, limits)?;

@@ -27,7 +27,7 @@ use super::{Engine, EngineError, Io, IoDone, path_of};
 use crate::io::{IoId, IoOp};
 
 /// Returns the speed of the device that `file` is.
-pub(super) fn of(file: &File, limits: &RateLimits) -> RateLimit {
+pub(super) fn rate_limit(file: &File, limits: &RateLimits) -> RateLimit {
     let path = path_of(file);
     let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     limits.of(&name.unwrap_or_default())
@@ -109,7 +109,7 @@ impl RateLimited {
 
     /// Adds a device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let limit = test_hooks::rate_limit::limits().map(|limits| of(&file, &limits));
+        let limit = test_hooks::rate_limit::limits().map(|limits| rate_limit(&file, &limits));
         self.inner.add(file)?;
         self.limits
             .push(limit.expect("engines are limited only then"));

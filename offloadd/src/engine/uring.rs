@@ -399,7 +399,7 @@ impl Uring {
         self.refused = refusal.is_some();
         if let Some(error) = refusal {
             self.run_deferred()?;
-            self.tell(&error);
+            self.report(&error);
         }
         // The signal of these completions may have been read before the kernel handed them out.
         if (before || self.refused) && !self.ring.0.completion().is_empty() {
@@ -441,7 +441,7 @@ impl Uring {
         self.ring.0.submit()
     }
 
-    fn tell(&mut self, error: &std::io::Error) {
+    fn report(&mut self, error: &std::io::Error) {
         if (self.refusal_told).is_some_and(|at| at.elapsed() < REFUSAL_TOLD_EVERY) {
             return;
         }

@@ -59,7 +59,7 @@ impl Fresh {
             told.refusal = Some(FaultKind::Stopping);
             return (told, None);
         };
-        told.refusal = tell(&daemon, &mut told).err();
+        told.refusal = drive_faults(&daemon, &mut told).err();
         (told, Some(daemon))
     }
 
@@ -89,7 +89,7 @@ impl Fresh {
 }
 
 /// Runs all steps of a job, until something is refused.
-fn tell(daemon: &Daemon, told: &mut Told) -> Result<(), FaultKind> {
+fn drive_faults(daemon: &Daemon, told: &mut Told) -> Result<(), FaultKind> {
     let kind = |fault: Fault| fault.kind;
     let mut control = daemon.control();
     let reply = control.open_session(open("tiny")).map_err(kind)?;

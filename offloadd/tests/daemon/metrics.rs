@@ -15,7 +15,7 @@ use crate::common::{
     swap_in, swap_out, words,
 };
 
-fn look(control: &mut Control) -> Snapshot {
+fn snapshot(control: &mut Control) -> Snapshot {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
     Snapshot::try_from(reply).unwrap()
 }
@@ -29,13 +29,13 @@ fn what_was_moved_is_what_was_counted_by_device_and_by_job() {
         let mut other = control.session("other");
         let mut tiny = control.session("tiny");
         let (first, second) = (other.begin(&mut control, 2), tiny.begin(&mut control, 6));
-        let before = look(&mut control);
+        let before = snapshot(&mut control);
         fill_tiles(&mut other, 2, first, 1);
         fill_tiles(&mut tiny, 6, second, 10);
         expect_tiles(&mut tiny, 3, 10);
         tiny.commit(&mut control, second, b"step 1");
 
-        let now = look(&mut control);
+        let now = snapshot(&mut control);
         assert!(now.uptime > before.uptime);
         assert_eq!((now.session_count, now.devices.len()), (2, 2));
         assert!(now.arena_used_bytes > 0 && now.arena_used_bytes < now.arena_bytes_max);
@@ -94,18 +94,18 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     session.write_slot(place.offset, &bytes);
     session.submit(swap_out(0, 0, working, &bytes));
     eventually("its write is seen", Duration::from_secs(60), || {
-        let job = look(&mut control).jobs.remove(0).state;
+        let job = snapshot(&mut control).jobs.remove(0).state;
         (job.writing_count, job.reading_count, job.slot_used_count) == (1, 0, 1)
     });
-    assert_eq!(look(&mut control).devices[0].queue_depth, 1);
+    assert_eq!(snapshot(&mut control).devices[0].queue_depth, 1);
     assert_eq!(session.complete().fault, 0);
     session.submit(swap_in(0, 1));
     eventually("its read is seen", Duration::from_secs(60), || {
-        let job = look(&mut control).jobs.remove(0).state;
+        let job = snapshot(&mut control).jobs.remove(0).state;
         (job.writing_count, job.reading_count, job.slot_used_count) == (0, 1, 1)
     });
     assert_eq!(session.complete().fault, 0);
-    assert_eq!(look(&mut control).jobs[0].state.slot_used_count, 0);
+    assert_eq!(snapshot(&mut control).jobs[0].state.slot_used_count, 0);
 }
 
 #[test]
@@ -137,13 +137,13 @@ fn a_report_of_damage_counts_once_and_only_if_it_fits_the_job() {
     wrong.token = vec![9; 16];
     let refused = control.report_damage(wrong).unwrap_err();
     assert_eq!(refused.kind, FaultKind::NotFound);
-    assert_eq!(look(&mut control).jobs[0].damaged_count, 0);
+    assert_eq!(snapshot(&mut control).jobs[0].damaged_count, 0);
     control.report_damage(damaged.clone()).unwrap();
     for _ in 0..20 {
         let refused = control.report_damage(damaged.clone()).unwrap_err();
         assert_eq!(refused.kind, FaultKind::Invalid, "{refused}");
     }
-    let seen = look(&mut control);
+    let seen = snapshot(&mut control);
     assert_eq!(seen.jobs[0].damaged_count, 1);
     let counts = seen.devices.iter().map(|device| device.damaged_count);
     assert_eq!(counts.sum::<u64>(), 1);
@@ -186,7 +186,7 @@ fn a_device_file_that_is_deleted_or_truncated_while_it_serves_is_told_where_peop
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let troubles = |control: &mut Control| {
-        let devices = look(control).devices.into_iter();
+        let devices = snapshot(control).devices.into_iter();
         devices.map(|device| device.trouble).collect::<Vec<_>>()
     };
     assert_eq!(troubles(&mut control), [None, None]);
@@ -218,7 +218,7 @@ fn a_device_file_that_is_deleted_or_truncated_while_it_serves_is_told_where_peop
     }
     // The log has the line once, however long the state lasts.
     eventually("some seconds pass", Duration::from_secs(60), || {
-        look(&mut control).uptime > Duration::from_secs(3)
+        snapshot(&mut control).uptime > Duration::from_secs(3)
     });
     daemon.child.kill().unwrap();
     let log = BufReader::new(daemon.child.stderr.take().unwrap());
@@ -241,7 +241,7 @@ fn any_number_of_metrics_calls_does_not_delay_tiles() {
             scope.spawn(|| {
                 let mut control = daemon.control();
                 while moving.load(Ordering::Relaxed) {
-                    assert_eq!(look(&mut control).jobs.len(), 1);
+                    assert_eq!(snapshot(&mut control).jobs.len(), 1);
                     answered.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -255,7 +255,7 @@ fn any_number_of_metrics_calls_does_not_delay_tiles() {
     // Each user gets fifty answers a second, and not as many as it asks for.
     let answered = answered.into_inner();
     assert!((16..=16 * 100).contains(&answered), "{answered}");
-    let counts = look(&mut control).jobs.remove(0).counts;
+    let counts = snapshot(&mut control).jobs.remove(0).counts;
     assert!(counts.written.count() >= 100, "{}", counts.written.count());
 }
 
@@ -269,7 +269,7 @@ fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
     command.env("OFFLOADD_RATE_LIMIT", "4000000,4000000");
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
-    let measured = look(&mut control).devices.remove(0).state;
+    let measured = snapshot(&mut control).devices.remove(0).state;
     let reply = (control.open_session(open_sized("tiny", u64::from(TILE_BYTES)))).unwrap();
     let mut session = Session::attach_sized(&reply, u64::from(TILE_BYTES)).unwrap();
     let working = session.begin_sized(&mut control, 2, TILE_BYTES);
@@ -280,7 +280,7 @@ fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
         session.submit(swap_out(tile, tile, working, &bytes));
     }
     let start = Instant::now();
-    while !look(&mut control).devices[0].slow {
+    while !snapshot(&mut control).devices[0].slow {
         assert!(start.elapsed() < Duration::from_secs(10), "it is not named");
         let done = session.complete();
         assert_eq!(done.fault, 0);

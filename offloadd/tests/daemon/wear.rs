@@ -31,7 +31,7 @@ impl Before for DeviceView {
     }
 }
 
-fn look(control: &mut Control) -> Snapshot {
+fn snapshot(control: &mut Control) -> Snapshot {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
     Snapshot::try_from(reply).unwrap()
 }
@@ -44,7 +44,7 @@ fn what_was_written_is_known_in_the_next_incarnation_by_device_and_by_job() {
         let mut daemon = store.serve();
         let mut control = daemon.control();
         if incarnation == 1 {
-            let formatted = look(&mut control).devices;
+            let formatted = snapshot(&mut control).devices;
             written = [0, 1].map(|device: usize| formatted[device].before_bytes());
             // Each device was measured.
             assert!(written.iter().all(|bytes| *bytes >= MEASURED_MIN));
@@ -57,7 +57,7 @@ fn what_was_written_is_known_in_the_next_incarnation_by_device_and_by_job() {
         };
         fill_tiles(&mut session, 6, working, 10);
         session.commit(&mut control, working, b"");
-        let now = look(&mut control);
+        let now = snapshot(&mut control);
         assert_eq!(now.jobs[0].worn_bytes, incarnation * 6 * 4096);
         let job = &now.jobs[0];
         assert_eq!(
@@ -128,7 +128,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
     assert!(told.contains("90.0 % of its rated endurance"), "{told}");
 
     let mut daemon = store.serve();
-    let seen = look(&mut daemon.control());
+    let seen = snapshot(&mut daemon.control());
     assert_eq!(seen.devices[0].worn_bytes, 900_000_000);
     assert_eq!(seen.devices[0].rated_bytes, Some(1_000_000_000));
     let log = BufReader::new(daemon.child.stderr.take().unwrap());
@@ -150,7 +150,7 @@ fn what_calibrating_and_verify_move_beside_the_queue_is_counted_and_who_comes_is
     fill_tiles(&mut session, 6, working, 10);
     session.commit(&mut control, working, b"");
     let read = |control: &mut Control| -> u64 {
-        let devices = look(control).devices;
+        let devices = snapshot(control).devices;
         devices.iter().map(|d| d.counts.read.bytes).sum()
     };
     let before = read(&mut control);
@@ -199,7 +199,7 @@ fn what_calibrating_and_verify_move_beside_the_queue_is_counted_and_who_comes_is
 
 /// Returns the bytes that the only job has written in all incarnations.
 fn job_worn(store: &Store) -> u64 {
-    look(&mut Control::connect(&store.socket())).jobs[0].worn_bytes
+    snapshot(&mut Control::connect(&store.socket())).jobs[0].worn_bytes
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn what_a_job_wrote_to_devices_that_left_stays_counted() {
     let gone = store.devices[1].clone();
     let on_it: u64 = {
         let number = view(&mut control, &gone).unwrap().state.status.number;
-        let worn = look(&mut control).jobs.remove(0).worn;
+        let worn = snapshot(&mut control).jobs.remove(0).worn;
         worn.iter()
             .filter(|w| w.number == number)
             .map(|w| w.bytes)

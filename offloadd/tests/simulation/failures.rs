@@ -39,7 +39,7 @@ fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRand
         }
     };
     let (process, _) = world.open(&job("a"), 0, 1).unwrap();
-    let told = tell(&mut world, process, acknowledged);
+    let told = outcome_of(&mut world, process, acknowledged);
     if let Err(kind) = told {
         let typed = [
             FaultKind::Io,
@@ -52,7 +52,7 @@ fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRand
     world.crash(true)
 }
 
-fn tell(
+fn outcome_of(
     world: &mut World,
     process: Process,
     acknowledged: &mut Acknowledged,

@@ -31,7 +31,7 @@ def look(*connections, until):
     began = time.monotonic()
     while not until() and time.monotonic() < began + 20:
         for one in connections:
-            one.look()
+            one.check()
         time.sleep(0.01)
     assert until()
     return time.monotonic() - began
@@ -138,12 +138,12 @@ def test_a_machine_that_no_longer_answers_is_noticed(namespaces):
         look(first, second, until=lambda: first.ranks == {2} and second.ranks == {0})
         time.sleep(2)
         for one in (first, second):
-            one.look()
+            one.check()
         assert first.ranks == {2} and second.ranks == {0}
         (third,) = of_ranks(store, 3)
     subprocess.run(["ip", "-n", namespaces[1], "link", "set", "eth0", "down"], check=True)
     # What it sends to rank 3 is never acknowledged.
-    first.look()
+    first.check()
     assert first.ranks == {2, 3}
     assert look(first, second, until=lambda: not first.ranks and not second.ranks) < 8
     assert not third.ranks

@@ -385,7 +385,7 @@ def test_what_needs_the_same_settings_and_a_group_says_so(tmp_path, monkeypatch)
 
 def late_look(rank, ranks, path):
     """The first rank looks for the second before that one comes, and goes on when it has come, failed and ended."""
-    number, come, meeting = Board.number, Board.come, "compare models and settings"
+    number, come, meeting = Board.number, Board.arrive, "compare models and settings"
 
     def look(board, other):
         found = number(board, other)
@@ -401,7 +401,7 @@ def late_look(rank, ranks, path):
         time.sleep(0.05)
         come(board, own, it, what, data)
 
-    Board.number, Board.come = look, arrive
+    Board.number, Board.arrive = look, arrive
     other_dir(rank, ranks, path)
 
 

@@ -157,7 +157,7 @@ pub fn list(dir: &Path) -> std::io::Result<RunsList> {
     let mut left = DIRS_MAX;
     let mut looked = vec![dir.to_owned()];
     fs::read_dir(dir)?;
-    if !look(dir, &mut list.runs) {
+    if !add_run(dir, &mut list.runs) {
         for below in dirs_in(dir)? {
             let before = list.runs.len();
             look_below(
@@ -217,7 +217,7 @@ pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
 }
 
 /// Adds `dir` if it contains a run. Directories below a run are not searched.
-fn look(dir: &Path, runs: &mut Vec<RunEntry>) -> bool {
+fn add_run(dir: &Path, runs: &mut Vec<RunEntry>) -> bool {
     match RunDir::described(dir) {
         Ok(None) => return false,
         Ok(Some(description)) => runs.push(RunEntry::of(dir, &description)),
@@ -233,7 +233,7 @@ fn look_below(
     runs: &mut Vec<RunEntry>,
     looked: &mut Vec<PathBuf>,
 ) {
-    if *left == 0 || look(dir, runs) {
+    if *left == 0 || add_run(dir, runs) {
         return;
     }
     looked.push(dir.to_owned());

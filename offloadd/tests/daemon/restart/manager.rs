@@ -42,10 +42,10 @@ impl Manager {
         std::thread::scope(|scope| {
             let started = scope.spawn(|| Daemon::start(command, self.store.socket()));
             while !started.is_finished() {
-                self.hear(kept);
+                self.receive(kept);
                 std::thread::sleep(Duration::from_millis(1));
             }
-            self.hear(kept);
+            self.receive(kept);
             started.join().unwrap()
         })
     }
@@ -58,11 +58,11 @@ impl Manager {
         let mut child = command.spawn().unwrap();
         let mut ended = None;
         eventually("it gives up", LONG, || {
-            self.hear(kept);
+            self.receive(kept);
             ended = child.try_wait().unwrap();
             ended.is_some()
         });
-        self.hear(kept);
+        self.receive(kept);
         assert!(ended.is_some_and(|status| !status.success()));
         let mut log = String::new();
         let mut stderr = child.stderr.take().unwrap();
@@ -71,7 +71,7 @@ impl Manager {
     }
 
     /// Applies the daemon's messages since the last call to `kept`.
-    fn hear(&self, kept: &mut Kept) {
+    fn receive(&self, kept: &mut Kept) {
         loop {
             let mut bytes = [0; 4096];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
@@ -105,10 +105,10 @@ impl Manager {
         daemon.signal(Signal::TERM);
         let mut kept = Vec::new();
         eventually("it ends", LONG, || {
-            self.hear(&mut kept);
+            self.receive(&mut kept);
             daemon.child.try_wait().unwrap().is_some()
         });
-        self.hear(&mut kept);
+        self.receive(&mut kept);
         assert_eq!(daemon.wait(LONG), Some(0));
         let mut log = String::new();
         let mut stderr = daemon.child.stderr.take().unwrap();

@@ -148,17 +148,17 @@ class Beside:
     def take_early(self) -> None:
         """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
         # The parameters outlive the optimizer.
-        beside = weakref.WeakMethod(self._come)
+        beside = weakref.WeakMethod(self._gradient_arrived)
 
-        def come(param: torch.Tensor) -> None:
+        def arrived(param: torch.Tensor) -> None:
             call = beside()
             if call is not None:
                 call(param)
 
-        self._hooks = [param.register_post_accumulate_grad_hook(come) for _, param in self.named]
+        self._hooks = [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
 
     @torch.no_grad()
-    def _come(self, param: torch.Tensor) -> None:
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Backward has made the gradient of a parameter."""
         if id(param) in self._came or self.seen:
             self._came_again = True
@@ -211,7 +211,7 @@ class Beside:
 
     # Parameters
 
-    def bring(self, units: Iterable[ParamUnit]) -> None:
+    def write_back(self, units: Iterable[ParamUnit]) -> None:
         """Writes the newest values into the parameters of `units`; those that come next are on their way meanwhile."""
         units = list(units)
         self.core.announce([(False, unit.index) for unit in units])

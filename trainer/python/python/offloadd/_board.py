@@ -31,7 +31,7 @@ class Board:
         os.ftruncate(file, ranks * self._rank_bytes)
         self._map = mmap.mmap(file, ranks * self._rank_bytes)
 
-    def come(self, rank: int, number: int, what: str, data: bytes) -> None:
+    def arrive(self, rank: int, number: int, what: str, data: bytes) -> None:
         """A rank comes to meeting `number`."""
         if len(data) > self._data_bytes:
             raise Error(f"{what}: a rank tells the others {len(data)} bytes, but the limit is {self._data_bytes}")

@@ -188,7 +188,7 @@ def latest_tag(directory: Path) -> Optional[str]:
 
 def load_checkpoint(commits: Commits, directory: Path, tag: Optional[str]) -> tuple[Optional[str], Optional[dict[str, Any]]]:
     """Brings `run` to a checkpoint and commits it. Returns (None, None) where the directory has no newest one."""
-    tag = bring(commits.settings, commits.ranks, directory, tag)
+    tag = restore_here(commits.settings, commits.ranks, directory, tag)
     if tag is None:
         return None, None
     path = directory / tag
@@ -217,7 +217,7 @@ def read_file(path: Path, name: str) -> bytes:
     return data
 
 
-def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str]) -> Optional[str]:
+def restore_here(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str]) -> Optional[str]:
     """The tag of the checkpoint to load: `tag`, or the newest one that `latest` names; None where there is none. Where each node keeps
     checkpoints, those that lack it have it then. All ranks must call it."""
     if not settings.use_node_local_storage or ranks.places.nodes == 1:

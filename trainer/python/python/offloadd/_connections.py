@@ -73,7 +73,7 @@ class Connections:
             made.sendall(token.encode() + _RANK.pack(self._rank))
             self._sockets[0] = made
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Lets those in that wait, and leaves out those whose connection has ended."""
         if self._server is not None:
             self._let_in()

@@ -127,18 +127,18 @@ class Meetings:
         board, ranks = self._board, range(self.count)
         self._number += 1
         number, began, pause = self._number, time.monotonic(), 1e-5
-        board.come(self.rank, number, what, data)
+        board.arrive(self.rank, number, what, data)
         looked = told = began
         while True:
             late = [rank for rank in ranks if board.number(rank) < number]
             if not late:
                 break
             if self.link is not None and self.places.first_of_node and not any(rank in self.places.local for rank in late):
-                self._bring(number)
+                self._exchange_nodes(number)
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
-                self._look(what, late, now - began)
+                self._check_late(what, late, now - began)
                 if now - told > _TELL_S:
                     told = now
                     say(f"has waited for {_names(late)} for {now - began:.0f} s: {self._places()}", self.rank)
@@ -150,18 +150,18 @@ class Meetings:
             raise self._fail(OrderDiffers(f"the ranks are about to do different things: {'; '.join(places)}. {_SAME_ORDER}"))
         return [board.data(rank, number) for rank in ranks]
 
-    def _bring(self, number: int) -> None:
+    def _exchange_nodes(self, number: int) -> None:
         """Writes on the board what the ranks of other nodes bring to a meeting to which all ranks of this node have come, if it is there."""
         board = self._board
         try:
-            brought = self.link.bring(number, lambda: [(board.what(rank, number), board.data(rank, number)) for rank in self.places.local])
+            brought = self.link.exchange_parts(number, lambda: [(board.what(rank, number), board.data(rank, number)) for rank in self.places.local])
         except RuntimeError as error:
             self.raise_own()
             raise self.blame(error, _nodes._SILENT_S + 2) from error
         for rank, (what, data) in (brought or {}).items():
-            board.come(rank, number, what, data)
+            board.arrive(rank, number, what, data)
 
-    def _look(self, what: str, late: list[int], waited_s: float) -> None:
+    def _check_late(self, what: str, late: list[int], waited_s: float) -> None:
         """Raises if one of the ranks that are late will not come, or wait for this one in vain."""
         self.raise_own()
         newest = self._board.number(self.rank)

@@ -126,7 +126,7 @@ class Link:
         self._rounds, self._lost = 0, False
         self._leaves = threading.Event()
         self.exchange = _offloadd.Exchange()
-        self._threads = [threading.Thread(target=work, name="offloadd nodes", daemon=True) for work in (self._tell, self._commit)]
+        self._threads = [threading.Thread(target=work, name="offloadd nodes", daemon=True) for work in (self._publish_states, self._commit)]
         self._tell_once()
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class Link:
 
     # Meetings
 
-    def bring(self, number: int, parts: Callable[[], list[tuple[str, bytes]]]) -> Optional[dict[int, tuple[str, bytes]]]:
+    def exchange_parts(self, number: int, parts: Callable[[], list[tuple[str, bytes]]]) -> Optional[dict[int, tuple[str, bytes]]]:
         """Tells the other nodes what the ranks of this one bring to meeting `number`. Returns what theirs bring, or None as long as one
         has not told it."""
         key = f"{self._key}/meeting"
@@ -187,7 +187,7 @@ class Link:
 
     def silent(self) -> str:
         """Which rank of another node has not been heard for too long; empty if none."""
-        self._connections.look()
+        self._connections.check()
         if self._places.rank == 0:
             self.state.update(connected=[*self._places.local, *self._connections.ranks])
         store = f"rank 0 on {self._places.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
@@ -211,11 +211,11 @@ class Link:
         connected = self._connections.ranks if first else self._told[0].get("connected", ())
         return _SILENT_CONNECTED_S if rank in connected else _SILENT_S
 
-    def _tell(self) -> None:
+    def _publish_states(self) -> None:
         while not self._leaves.wait(_ROUND_S):
             try:
                 self._tell_once()
-                self._hear()
+                self._read_states()
             except RuntimeError:
                 # A connection that was closed stays closed.
                 self._lost = True
@@ -228,7 +228,7 @@ class Link:
         self._rounds += 1
         self._states.set(f"{self._key}/state/{self._places.rank}", json.dumps({**self.state, "round": self._rounds}))
 
-    def _hear(self) -> None:
+    def _read_states(self) -> None:
         now = self._now
         for rank, text in zip(self._heeded, self._states.multi_get([f"{self._key}/state/{rank}" for rank in self._heeded])):
             state = json.loads(text)

@@ -151,7 +151,7 @@ class OptimizerRun:
         else:
             self.commits.resume(committed)
             self.core.begin_step()
-            self.beside.bring(units)
+            self.beside.write_back(units)
             set_random_state(self.commits.take_random())
         reports.open(self.steps_done)
         self._say_how(committed, begins)
@@ -251,7 +251,7 @@ class OptimizerRun:
         commits.seal()
         self._scales.clear()
         units = [unit for unit in beside.units if any(id(piece.param) in grads for piece in unit.params)]
-        interrupts.repeat(lambda: beside.bring(units))
+        interrupts.repeat(lambda: beside.write_back(units))
         beside.forget()
         core.begin_step()
         self._uncommitted += 1

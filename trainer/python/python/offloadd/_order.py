@@ -103,12 +103,12 @@ class Order:
         if self._seen == self._known.get(self._kind):
             self._unsettled = 0
             return
-        self._tell()
+        self._warn_unsettled()
         if self._kind not in self._known or self._candidates.get(self._kind) == self._seen:
             self._known[self._kind] = self._seen
         self._candidates[self._kind] = self._seen
 
-    def _tell(self) -> None:
+    def _warn_unsettled(self) -> None:
         """Says once that the order does not settle."""
         self._unsettled += self._kind in self._known
         if self._unsettled < UNSETTLED_MAX or self._told:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from ._checkpoint import LATEST, age, bring, check_room, latest_tag
+from ._checkpoint import LATEST, age, check_room, latest_tag, restore_here
 from ._config import Settings
 from ._console import say
 from ._each_node import Files, copy, described, on_files, separate
@@ -46,10 +46,10 @@ def bring_checkpoints(trainer: Any, settings: Settings, resumes: bool, checkpoin
             path = Path(checkpoint) if checkpoint else None
         if path is None:
             return False, None
-        _bring(ranks, settings, path)
+        _restore_on_nodes(ranks, settings, path)
         best = json.loads((path / _STATE).read_text()).get("best_model_checkpoint") if (path / _STATE).exists() else None
         if best is not None and Path(best).name != path.name:
-            _bring(ranks, settings, path.with_name(Path(best).name))
+            _restore_on_nodes(ranks, settings, path.with_name(Path(best).name))
         return False, str(path)
     finally:
         ranks.meetings.close()
@@ -78,7 +78,7 @@ def _newest(ranks: Ranks, output_dir: Path) -> Optional[Path]:
     return output_dir / max(told, key=lambda one: one[1])[0] if told else None
 
 
-def _bring(ranks: Ranks, settings: Settings, path: Path) -> None:
+def _restore_on_nodes(ranks: Ranks, settings: Settings, path: Path) -> None:
     """Copies a checkpoint to nodes that lack it or have another one of this name."""
     names = _names(path)
     listed = [[name, (path / name).stat().st_size] for name in names]
@@ -86,7 +86,7 @@ def _bring(ranks: Ranks, settings: Settings, path: Path) -> None:
     own = [age(path, latest_tag(path)), _STATE in names, digest, sum(size for _, size in listed)]
     told = ranks.by_node("compare the Trainer's checkpoints", own)
     source = max(range(len(told)), key=lambda node: (told[node][:2], -node))
-    bring(settings, ranks, path, None)
+    restore_here(settings, ranks, path, None)
     if all(one[0] == told[source][0] and one[2] == told[source][2] for one in told):
         return
     lacks = ranks.first_of_node and ranks.places.node != source

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ._checkpoint import bring, is_separate, load_checkpoint, read_file, save_checkpoint
+from ._checkpoint import restore_here, is_separate, load_checkpoint, read_file, save_checkpoint
 from ._config import read, settings_of
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
@@ -176,7 +176,7 @@ class Strategy(DDPStrategy):
             paths = [told.decode() for told in self._run.ranks.meet("compare ckpt_path", os.fsencode(path))]
             if len(set(paths)) > 1:
                 raise Error(f"ckpt_path is {' and '.join(sorted(set(paths)))} on different nodes: name the path, and nodes that lack it get a copy")
-            bring(self._run.settings, self._run.ranks, path.parent, path.name)
+            restore_here(self._run.settings, self._run.ranks, path.parent, path.name)
         if not path.is_dir():
             if self._is_open():
                 raise NotSupported(

@@ -75,7 +75,7 @@ impl EachNode {
     ///
     /// # Errors
     /// A node has too little space for it, or cannot read or write; a rank is gone.
-    pub fn bring(&self, ranks: &Ranks, start: &Start, keeps_best: bool) -> Result<(), RunError> {
+    pub fn restore(&self, ranks: &Ranks, start: &Start, keeps_best: bool) -> Result<(), RunError> {
         let step = match start {
             Start::Checkpoint(CheckpointName::Step(step)) => Some(*step),
             Start::GoOn | Start::Newest => self.newest(),
@@ -96,7 +96,7 @@ impl EachNode {
             let wanted =
                 held.flat_map(|held| step.into_iter().chain(best).map(move |step| (held, step)));
             for (held, step) in wanted {
-                self.dirs.bring(held, step, &say)?;
+                self.dirs.restore(held, step, &say)?;
             }
             Ok(())
         })

@@ -34,7 +34,7 @@ impl First {
     /// # Errors
     /// The weights are missing, incomplete, or belong to another model. The caller ignores the error when a
     /// run resumes.
-    pub(super) fn look(settings: &RunSettings) -> Result<Self, WeightsError> {
+    pub(super) fn find(settings: &RunSettings) -> Result<Self, WeightsError> {
         match (&settings.first_weights, &settings.model_dir) {
             (FirstWeights::Files, Some(dir)) => {
                 Weights::open(dir, &settings.model).map(Self::Files)

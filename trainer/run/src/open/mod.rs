@@ -205,7 +205,7 @@ impl Prepared {
         if settings.first_weights == FirstWeights::Run(site.whole_dir.clone()) {
             return Err(RunError::FromItself { dir: run_dir });
         }
-        let first = match First::look(&settings) {
+        let first = match First::find(&settings) {
             Err(error) if !begun && from.is_none() => return Err(error.into()),
             first => first,
         };

@@ -117,7 +117,13 @@ impl Prepared {
             None
         } else {
             let model = &self.settings.model;
-            Some(bring(self.first, &staged, model, &ranks, copy_weights)?)
+            Some(place_first_content(
+                self.first,
+                &staged,
+                model,
+                &ranks,
+                copy_weights,
+            )?)
         };
         let lost_steps = if resumed { 0 } else { steps };
         let description = RunDescription {
@@ -452,7 +458,7 @@ fn after(before: Option<u64>) -> u64 {
 }
 
 /// Returns the initial weights of a fresh run; reads them first if they are another run's.
-fn bring(
+fn place_first_content(
     first: Result<First, WeightsError>,
     staged: &Staged,
     model: &ModelConfig,

@@ -51,7 +51,7 @@ impl Found {
     ///
     /// # Errors
     /// `run.json` cannot be read.
-    pub fn look(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
+    pub fn in_dir(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
         let (id, origin) = RunId::of(dir);
         let earlier = match RunDir::described(dir) {
             // A fresh start removes the file, so it need not be readable.
@@ -81,14 +81,14 @@ impl Site {
     /// The place of a process that reads the run in `dir` alone.
     ///
     /// # Errors
-    /// Same as [`Found::look`].
+    /// Same as [`Found::in_dir`].
     pub fn alone(dir: &Path) -> Result<Self, RunError> {
         Ok(Self {
             ranks: Ranks::alone(),
             whole_dir: dir.to_owned(),
             nodes: None,
             each_node: None,
-            found: Found::look(dir, false)?,
+            found: Found::in_dir(dir, false)?,
             torch: without_torch,
         })
     }

@@ -215,7 +215,7 @@ impl Plan {
         plan.checkpoints = plan.checkpoints_of(settings);
         let mut plan = plan.chosen(settings, staging)?;
         plan.checkpoints = plan.checkpoints_of(settings);
-        plan.problems = problems::of(&plan, settings);
+        plan.problems = problems::find(&plan, settings);
         Ok(plan)
     }
 

@@ -67,7 +67,7 @@ impl Problem {
 }
 
 /// Returns all problems of `plan`, the most decisive first.
-pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
+pub(super) fn find(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
     let found = [
         no_gpu(plan, settings),
         update(plan, settings),

@@ -206,7 +206,7 @@ impl NodeDirs {
     ///
     /// # Errors
     /// A node has too little space, before anything is written; its file is damaged; a node is gone.
-    pub fn bring(
+    pub fn restore(
         &self,
         all: &HeldByNodes,
         step: u64,

@@ -445,7 +445,7 @@ mod tests {
         (meeting, port)
     }
 
-    fn come(
+    fn join(
         meeting: &Meeting,
         node: u32,
         ranks: u32,
@@ -471,7 +471,7 @@ mod tests {
             std::thread::scope(|scope| {
                 let come = |&node: &u32| {
                     let meeting = &meeting;
-                    scope.spawn(move || come(meeting, node, node + 1, round, nodes).unwrap())
+                    scope.spawn(move || join(meeting, node, node + 1, round, nodes).unwrap())
                 };
                 let coming: Vec<_> = nodes.iter().map(come).collect();
                 coming
@@ -496,7 +496,7 @@ mod tests {
             timeout: Duration::from_secs(1),
             ..meeting.clone()
         };
-        let error = come(&impatient, 1, 1, 1, &[]).map(|_| ()).unwrap_err();
+        let error = join(&impatient, 1, 1, 1, &[]).map(|_| ()).unwrap_err();
         assert!(error.contains("without this node"), "{error}");
     }
 
@@ -509,7 +509,7 @@ mod tests {
         };
         // A meeting of its own: the thread that connects goes on for a while, and would come to the next one.
         let (without_node_0, _port) = hurried();
-        let error = (come(&without_node_0, 1, 1, 0, &[]).map(|_| ())).unwrap_err();
+        let error = (join(&without_node_0, 1, 1, 0, &[]).map(|_| ())).unwrap_err();
         assert!(error.contains("node 0 has not answered"), "{error}");
         let (meeting, _port) = hurried();
         let _store = Launchers(meeting.clone()).serve().unwrap();
@@ -519,8 +519,8 @@ mod tests {
         };
         let both = |one: &Meeting| {
             std::thread::scope(|scope| {
-                let one = scope.spawn(move || come(one, 1, 1, 0, &[]).map(|_| ()));
-                let zero = come(&meeting, 0, 1, 0, &[0, 1]).map(|_| ());
+                let one = scope.spawn(move || join(one, 1, 1, 0, &[]).map(|_| ()));
+                let zero = join(&meeting, 0, 1, 0, &[0, 1]).map(|_| ());
                 (zero.unwrap_err(), one.join().unwrap().unwrap_err())
             })
         };
@@ -542,8 +542,8 @@ mod tests {
             ..meeting.clone()
         };
         std::thread::scope(|scope| {
-            let one = scope.spawn(|| come(&other, 1, 1, 0, &[]).map(|_| ()));
-            let zero = come(&meeting, 0, 1, 0, &[0, 1]).map(|_| ()).unwrap_err();
+            let one = scope.spawn(|| join(&other, 1, 1, 0, &[]).map(|_| ()));
+            let zero = join(&meeting, 0, 1, 0, &[0, 1]).map(|_| ()).unwrap_err();
             for error in [zero, one.join().unwrap().unwrap_err()] {
                 assert!(
                     error.contains("was started with --nnodes 1:2")

@@ -84,7 +84,7 @@ impl Members {
     }
 
     /// Checks which members have ended. Returns false when all have.
-    pub(super) fn look(&mut self) -> bool {
+    pub(super) fn all_run(&mut self) -> bool {
         for member in self
             .members
             .iter_mut()
@@ -118,7 +118,7 @@ impl Members {
     /// check and a rank that noticed just before it.
     pub(super) fn failure(&mut self, failures_max: usize) -> Option<Failure> {
         self.failed(failures_max)?;
-        self.look();
+        self.all_run();
         let failure = self.failed(failures_max);
         for number in 0..self.members.len() {
             let left = self
@@ -226,7 +226,7 @@ impl Members {
 
 impl Drop for Members {
     fn drop(&mut self) {
-        if self.look() {
+        if self.all_run() {
             self.signal(Signal::KILL);
         }
         for member in &mut self.members {

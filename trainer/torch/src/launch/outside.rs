@@ -80,7 +80,7 @@ impl Outside<'_> {
     }
 
     /// Tells the launchers of other nodes why this one ends.
-    pub(super) fn tell(&self, failure: &Failure) {
+    pub(super) fn report(&self, failure: &Failure) {
         if let Some(nodes) = self.nodes {
             nodes.heartbeat.end(&failure.to_string());
         }

@@ -45,7 +45,7 @@ pub(super) fn supervise(
 ) -> Result<u8, LaunchError> {
     let mut failure: Option<(Failure, Instant)> = None;
     let mut first_end: Option<Instant> = None;
-    while members.look() {
+    while members.all_run() {
         for signal in outside.requests.pending() {
             members.signal(signal);
         }
@@ -74,7 +74,7 @@ pub(super) fn supervise(
                     }
                     .map(|(failure, time)| (failure, Instant::now() + time));
                 if let Some((failure, _)) = &failure {
-                    outside.tell(failure);
+                    outside.report(failure);
                     members.signal(Signal::TERM);
                 }
             }
@@ -89,7 +89,7 @@ pub(super) fn supervise(
     {
         None => Ok(members.stopped().unwrap_or(0)),
         Some(failure) => {
-            outside.tell(&failure);
+            outside.report(&failure);
             Err(outside.explained(failure, &members).into())
         }
     }

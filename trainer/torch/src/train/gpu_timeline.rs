@@ -46,7 +46,7 @@ impl Enqueued {
     ///
     /// # Errors
     /// The GPU fails.
-    pub(super) fn tell(&mut self, trace: &Trace, stream: &Stream) -> Result<(), GpuError> {
+    pub(super) fn flush_to(&mut self, trace: &Trace, stream: &Stream) -> Result<(), GpuError> {
         if self.list.is_empty() {
             return Ok(());
         }

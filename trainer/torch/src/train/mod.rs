@@ -112,7 +112,9 @@ fn as_rank(
         true => EachNode::open(&ranks, first_ranks_of(comm, &ranks)?, &whole_dir, &settings)?,
         false => None,
     };
-    let found = ranks.by_first("looking for the run", || Found::look(&whole_dir, is_fresh))?;
+    let found = ranks.by_first("looking for the run", || {
+        Found::in_dir(&whole_dir, is_fresh)
+    })?;
     let site = Site {
         nodes: nodes_of(comm, &ranks, found.run())?,
         ranks,
@@ -129,7 +131,7 @@ fn as_rank(
         outln!("{note}");
     }
     if let Some(each_node) = &site.each_node {
-        each_node.bring(&site.ranks, &start, settings.train.checkpoint_best)?;
+        each_node.restore(&site.ranks, &start, settings.train.checkpoint_best)?;
     }
     let result = run_to_its_end(settings.clone(), &start, trace, verbose, stop, comm, &site);
     result.map_err(|error| error.of_run(&settings))

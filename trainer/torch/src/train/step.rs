@@ -259,7 +259,7 @@ impl Stepper {
         };
         let (norm, loss) = self.shards.norm_and_loss(squares, loss)?;
         watch.end()?;
-        mover::tell(tiles, trace)?;
+        mover::add_spans_to(tiles, trace)?;
         Ok(Gradients {
             loss,
             norm: norm / scale,

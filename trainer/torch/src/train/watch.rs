@@ -48,7 +48,7 @@ impl<'a> Watch<'a> {
     /// The GPU fails.
     pub(super) fn end(self) -> Result<(), GpuError> {
         match self.gpu {
-            Some((stream, mut gpu_timeline)) => gpu_timeline.tell(self.trace, &stream),
+            Some((stream, mut gpu_timeline)) => gpu_timeline.flush_to(self.trace, &stream),
             None => Ok(()),
         }
     }

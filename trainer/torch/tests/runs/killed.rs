@@ -99,7 +99,7 @@ impl Killed {
     }
 
     /// Checks the state of `run` after a kill: it must not be older than the state in `seen`.
-    pub(crate) fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+    pub(crate) fn check_resumable(&mut self, run: &Run, seen: &mut Seen, after: &str) {
         seen.told = seen.told.max(run.steps_written());
         let Some(fingerprint) = run.fingerprint_if_any(None) else {
             // It had not been opened.
@@ -151,7 +151,7 @@ impl Killed {
     /// Lets `run` finish; its end must equal that of the reference run.
     pub(crate) fn end(&mut self, run: &Run, seen: &mut Seen) {
         succeed(self.command(run));
-        self.look(run, seen, "the end");
+        self.check_resumable(run, seen, "the end");
         self.look_at_checkpoint(run, seen, "the end");
         assert_eq!(
             (seen.committed, seen.saved),

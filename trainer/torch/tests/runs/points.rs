@@ -63,7 +63,7 @@ impl Killed {
                 Point::Tokens | Point::Opening | Point::Describing | Point::Filling
             );
             if committed {
-                self.look(&run, &mut seen, &after);
+                self.check_resumable(&run, &mut seen, &after);
                 assert!(seen.begun, "{after}: nothing was committed");
             }
             self.look_at_checkpoint(&run, &mut seen, &after);

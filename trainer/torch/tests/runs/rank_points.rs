@@ -203,7 +203,7 @@ impl Killed {
         let left = usize::from(victim == Victim::Launcher);
         let meetings = meetings(&self.harness);
         assert_eq!(meetings.len(), left, "{after}: {meetings:?}");
-        self.look(run, seen, &after);
+        self.check_resumable(run, seen, &after);
         self.look_at_checkpoint(run, seen, &after);
     }
 

@@ -341,10 +341,11 @@ fn a_node_that_lacks_a_checkpoint_gets_it_from_the_lowest_that_has_it() {
         assert_eq!(all.newest(), Some(8));
         assert_eq!(dirs.update(&all).unwrap(), None);
         let say = |note| said.lock().unwrap().push((node, note));
-        dirs.bring(&all, 8, &say).unwrap();
-        dirs.bring(&nodes.meet(&dirs), 8, &|_| panic!("all have it"))
+        dirs.restore(&all, 8, &say).unwrap();
+        dirs.restore(&nodes.meet(&dirs), 8, &|_| panic!("all have it"))
             .unwrap();
-        dirs.bring(&all, 7, &|_| panic!("no node has it")).unwrap();
+        dirs.restore(&all, 7, &|_| panic!("no node has it"))
+            .unwrap();
     });
     for node in 0..3 {
         assert_eq!(nodes.files(node, 8), expected, "node {node}");
@@ -362,11 +363,11 @@ fn a_damaged_or_too_large_checkpoint_changes_nothing() {
     let nodes = Nodes::new(2);
     nodes.describe(0, "run-1", 5);
     nodes.alone(0, 8, 1);
-    let bring = |dirs: NodeDirs, all: &HeldByNodes| dirs.bring(all, 8, &|_| ());
+    let restore = |dirs: NodeDirs, all: &HeldByNodes| dirs.restore(all, 8, &|_| ());
     let errors = nodes.errors(|dirs, _| {
         let mut all = nodes.meet(&dirs);
         all.0[0].checkpoints[0].bytes = u64::MAX / 2;
-        bring(dirs, &all)
+        restore(dirs, &all)
     });
     assert!(
         errors[0].starts_with("node 1: the checkpoint ")
@@ -379,7 +380,7 @@ fn a_damaged_or_too_large_checkpoint_changes_nothing() {
     fs::write(&path, bytes).unwrap();
     let errors = nodes.errors(|dirs, _| {
         let all = nodes.meet(&dirs);
-        bring(dirs, &all)
+        restore(dirs, &all)
     });
     assert!(
         errors[0].contains("node 0 sent bytes with fingerprint"),
@@ -423,7 +424,7 @@ fn what_a_node_holds_that_missed_a_beginning_does_not_count() {
             Some(1),
             "current nodes first"
         );
-        dirs.bring(&all, 6, &|_| ()).unwrap();
+        dirs.restore(&all, 6, &|_| ()).unwrap();
     });
     assert_eq!((nodes.steps(0), nodes.steps(2)), (vec![2, 4, 6], vec![6]));
     let aside = nodes.checkpoints(0).list_aside().unwrap();

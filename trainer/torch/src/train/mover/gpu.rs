@@ -415,8 +415,8 @@ impl GpuBuffers {
     }
 
     /// Adds the times of collective operations to `trace`; waits until they have ended.
-    pub(in crate::train) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
-        Ok(self.collectives.tell(trace, &self.buffers.between)?)
+    pub(in crate::train) fn add_spans_to(&mut self, trace: &Trace) -> Result<(), TrainError> {
+        Ok(self.collectives.flush_to(trace, &self.buffers.between)?)
     }
 
     /// Returns the sum of squares of each unit's gradients in this step. Waits until they are computed.

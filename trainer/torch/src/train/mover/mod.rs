@@ -356,10 +356,10 @@ pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(
 ///
 /// # Errors
 /// The GPU fails.
-pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
+pub(super) fn add_spans_to(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.tell(trace),
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.add_spans_to(trace),
         TileBackend::Swapper(_, WithSwapper::Host(_))
         | TileBackend::Gpu(_, InGpu::InPlace(_))
         | TileBackend::Both(..) => Ok(()),
