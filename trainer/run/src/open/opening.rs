@@ -117,13 +117,7 @@ impl Prepared {
             None
         } else {
             let model = &self.settings.model;
-            Some(place_first_content(
-                self.first,
-                &staged,
-                model,
-                &ranks,
-                copy_weights,
-            )?)
+            Some(weights(self.first, &staged, model, &ranks, copy_weights)?)
         };
         let lost_steps = if resumed { 0 } else { steps };
         let description = RunDescription {
@@ -458,7 +452,7 @@ fn after(before: Option<u64>) -> u64 {
 }
 
 /// Returns the initial weights of a fresh run; reads them first if they are another run's.
-fn place_first_content(
+fn weights(
     first: Result<First, WeightsError>,
     staged: &Staged,
     model: &ModelConfig,
