@@ -11,6 +11,9 @@ and libstdc++ stay this machine's; its libstdc++ and libgcc_s need its own glibc
 
 DIR contains shared libraries that have glibc's symbols and no code, the functions that 2.28 links into each program (such as stat),
 the start of a program, and what newer_*.c* define. All but the last are Zig's, which brings the symbols of every version of glibc.
+
+Zig (or maturin's --zig) does not compile the programs itself: its C++ library is LLVM's, whose std::string is another type than that of
+libtorch (GNU's), and it does not compile GNU's headers.
 """
 
 import os
