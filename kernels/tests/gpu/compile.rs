@@ -30,6 +30,11 @@ fn compiler(vendor: Vendor) -> Option<Compiler> {
     }
 }
 
+/// AMD's GPUs that people have: MI100, MI200, MI300, MI350, then Radeon cards of the RX 6000, 7000 and 9000 series and Strix Halo.
+const AMD_ARCHS: [&str; 9] = [
+    "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1201", "gfx1151",
+];
+
 fn assert_all_compile(vendor: Vendor, archs: &[&str]) {
     let Some(compiler) = compiler(vendor) else {
         return;
@@ -118,7 +123,7 @@ fn every_source_compiles_with_clang_for_amd_and_spills_no_register() {
     for (name, source) in SOURCES {
         let path = dir.path().join(format!("{name}.hip"));
         std::fs::write(&path, format!("{PRELUDE}\n{source}")).unwrap();
-        for arch in ["gfx90a", "gfx942"] {
+        for arch in AMD_ARCHS {
             let output = Command::new(&clang)
                 .args([
                     "-x",
