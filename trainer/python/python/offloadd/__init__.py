@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import optim
+    from . import optim, sequence_parallel
     from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported, OrderDiffers, RankGone
     from ._initialize import TrainingEngine, initialize
     from ._plan import Plan
@@ -33,7 +33,7 @@ _FROM = {
 }
 
 # Modules that are imported when they are used.
-_MODULES = ("optim",)
+_MODULES = ("optim", "sequence_parallel")
 
 __all__ = [*_FROM, *_MODULES]
 

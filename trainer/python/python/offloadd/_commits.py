@@ -61,6 +61,11 @@ class Commits:
     def model(self) -> nn.Module:
         return self.engine.model
 
+    @property
+    def _data_ranks(self) -> int:
+        """Ranks that have other samples."""
+        return self.ranks.count // self.settings.sequence_parallel_size
+
     # A step's end
 
     def note_step(self) -> None:
@@ -75,6 +80,7 @@ class Commits:
             "batch_size": position.batch_size,
             "epoch_random": position.random,
             "ranks": self.ranks.count,
+            "data_ranks": self._data_ranks,
         }
 
     def first(self) -> bytes:
@@ -198,8 +204,8 @@ class Commits:
         if resumed is not None:
             # Another number of ranks, or batches of another size, read other parts of the data: as many samples are skipped.
             self._pass_random = None
-            seen = resumed["batches"] * resumed["ranks"] * (resumed["batch_size"] or size)
-            skip, self._resumed = seen // (self.ranks.count * size), None
+            seen = resumed["batches"] * resumed.get("data_ranks", resumed["ranks"]) * (resumed["batch_size"] or size)
+            skip, self._resumed = seen // (self._data_ranks * size), None
             if resumed["epoch_random"] is not None:
                 set_random_state(resumed["epoch_random"])
         position.random, position.batch_size = random_state(), size

@@ -62,6 +62,8 @@ class Settings:
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.
     moments: str
+    # Ranks that have parts of one sequence.
+    sequence_parallel_size: int
     # Bytes of a unit above which the experts of a layer are divided.
     unit_bytes_max: int
     commit_every: int
@@ -97,10 +99,11 @@ def read(config: Config) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else json.loads(_offloadd.read_json(Path(config)))
 
 
-def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool = True) -> Settings:
+def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool = True, sequence_ranks: Optional[int] = None) -> Settings:
     """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks for something unsupported.
 
-    Without `schedules`, the learning rate is the script's: a schedule whose end the Trainer fills in ("auto") is not read.
+    Without `schedules`, the learning rate is the script's: a schedule whose end the Trainer fills in ("auto") is not read. `sequence_ranks` is
+    sequence_parallel_size where the configuration has none.
     """
     if isinstance(config, Settings):
         return config
@@ -112,10 +115,14 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
     _check_text(config)
     unread = () if schedules or not _end_is_filled_in(config) else ("scheduler",)
     checked = {key: value for key, value in config.items() if key not in unread}
+    sequence_ranks = _take_sequence_ranks(checked, sequence_ranks)
     text, wrong = _offloadd.check_settings(json.dumps(checked, default=_plain), name, processes())
     if wrong:
         raise (NotSupported if "not supported" in wrong else Error)(wrong if name is _DICT else f"{name}: {wrong}")
     values = json.loads(text)
+    values["sequence_parallel_size"] = sequence_ranks
+    if values["train_batch_size"] is not None:
+        values["train_batch_size"] //= sequence_ranks
     for key in ("run_dir", "socket", "program"):
         values[key] = None if values[key] is None else Path(values[key])
     if values["gradient_clipping"] is None:
@@ -127,6 +134,19 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
         values[key] = tuple(values[key])
     values["nvme"] = tuple(map(Path, values["nvme"]))
     return Settings(**values, default_dir=default_dir, json=config)
+
+
+def _take_sequence_ranks(checked: dict[str, Any], known: Optional[int]) -> int:
+    """Takes `sequence_parallel_size` out of what the extension checks, for which all ranks have other samples, and returns it."""
+    size = checked.pop("sequence_parallel_size", known or 1)
+    if known is not None and size != known:
+        raise Error(f"sequence_parallel_size = {size!r}, and the script has sequences on {known} ranks")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or processes() % size:
+        raise Error(f"sequence_parallel_size = {size!r}: it must be at least 1 and divide the number of ranks ({processes()})")
+    batch = checked.get("train_batch_size")
+    if size > 1 and isinstance(batch, int):
+        checked["train_batch_size"] = batch * size
+    return size
 
 
 def _end_is_filled_in(config: Mapping[str, Any]) -> bool:

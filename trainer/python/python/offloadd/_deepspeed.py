@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional
 import torch
 
 from . import _deepspeed_utils as utils
+from . import _deepspeed_sequence as sequences
 from . import _finder, _states
 from ._accelerator import get_accelerator
 from ._config import Settings, settings_of
@@ -78,11 +79,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return engine, engine.optimizer, None, engine.renew_schedule(given.get("lr_scheduler"))
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
-        settings = settings_in(config)
+        settings = settings_in(config, sequences.ranks())
         if settings.optimizer is None:
             made = _initialize(model=given["model"], config=settings, run_dir=reading_dir(), resume=False)
             _mark(made[0].module)
             return made
+    if sequences.ranks() is not None and given.get("mpu") is None:
+        # As there, where attention is registered for all models.
+        given["mpu"] = importlib.import_module(sequences.MPU)
     how = {"resume": False, **given, **beginning}
     beginning.clear()
     made = _initialize(**how)
@@ -90,11 +94,11 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     return made
 
 
-def settings_in(config: Any) -> Settings:
-    """The settings in a configuration as scripts pass it."""
+def settings_in(config: Any, sequence_ranks: Optional[int] = None) -> Settings:
+    """The settings in a configuration as scripts pass it, which may have made groups of `sequence_ranks`."""
     # trl writes some keys as paths at the top level, where DeepSpeed does not see them.
     config = {key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config
-    return settings_of(config, GRADIENT_CLIPPING)
+    return settings_of(config, GRADIENT_CLIPPING, sequence_ranks=sequence_ranks)
 
 
 class ZeroParamStatus(enum.Enum):
@@ -303,7 +307,14 @@ _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": list(SCHEDULERS)},
-    "deepspeed.runtime.utils": {"see_memory_usage": utils.see_memory_usage, "set_random_seed": utils.set_random_seed},
+    "deepspeed.runtime.sequence_parallel": {},
+    sequences.MPU: sequences.STATE,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": sequences.ATTENTION,
+    "deepspeed.runtime.utils": {
+        "move_to_device": utils.move_to_device,
+        "see_memory_usage": utils.see_memory_usage,
+        "set_random_seed": utils.set_random_seed,
+    },
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": {"ZeroStageEnum": utils.ZeroStageEnum},
     "deepspeed.runtime.zero.offload_config": {
@@ -325,6 +336,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "instrument_w_nvtx": utils.instrument_w_nvtx,
         "set_z3_leaf_modules": set_z3_leaf_modules,
     },
+    "deepspeed.utils.groups": sequences.GROUPS,
     "deepspeed.utils.logging": _LINES,
     "deepspeed.utils.tensor_fragment": _SAFE,
     "deepspeed.zero": _ZERO,

@@ -88,6 +88,18 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def move_to_device(item: Any, device: Any, criterion_func: Optional[Callable] = None) -> Any:
+    """The tensors in lists, tuples and dicts on `device`. Those for which `criterion_func` is true change in place."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(one, device, criterion_func) for one in item)
+    if isinstance(item, dict):
+        return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
+    return item.to(device)
+
+
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
     """The module or attribute of this dotted name."""
     return operator.attrgetter(module_name)(model)

@@ -21,6 +21,8 @@ from ._deepspeed_utils import optimizer_name
 from ._errors import Error, NotSupported
 from ._packed import cast
 from ._run import Run, prepare
+from ._sequence_attention import attach
+from ._sequence_groups import current
 from ._schedules import optimizer_of, schedule_of
 from ._weights import trained_state
 from ._untrained import beside
@@ -61,8 +63,8 @@ def initialize(
     """
     if model is None:
         raise Error("initialize: pass the model")
-    if mpu is not None or mesh_param is not None:
-        raise NotSupported("initialize: mpu and mesh_param: all ranks compute the whole model; leave them out")
+    if mesh_param is not None:
+        raise NotSupported("initialize: mesh_param: all ranks compute the whole model; leave it out")
     config = config if config is not None else config_params
     if config is None:
         config = getattr(args, "deepspeed_config", None)
@@ -70,7 +72,7 @@ def initialize(
         raise Error("initialize: pass config, a path or a dict")
     if processes() > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    settings = settings_of(config, GRADIENT_CLIPPING)
+    settings = settings_of(config, GRADIENT_CLIPPING, sequence_ranks=_sequence_ranks(mpu))
     if settings.compute_device is None and torch.cuda.is_available():
         # As deepspeed.initialize moves the model.
         index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
@@ -96,6 +98,18 @@ def initialize(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.training_dataloader = loader
     return engine, optimizer, loader, lr_scheduler
+
+
+def _sequence_ranks(mpu: Any) -> Optional[int]:
+    """The ranks of a sequence that an object of DeepSpeed's for groups of ranks names; None without one."""
+    if mpu is None:
+        return None
+    size, made = getattr(mpu, "get_sequence_parallel_world_size", lambda: None)(), current()
+    if size is None or made is None or made.size != size:
+        raise NotSupported(
+            "initialize: mpu: groups of ranks are those that UlyssesSPAttentionHF.register_with_transformers returns, for parts of a sequence; leave out others"
+        )
+    return size
 
 
 class TrainingEngine:
@@ -241,7 +255,7 @@ class TrainingEngine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def train_batch_size(self) -> int:
-        return self._micro_batch * self._accumulated * self.world_size
+        return self._micro_batch * self._accumulated * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro_batch
@@ -309,7 +323,15 @@ class TrainingEngine:
     def world_size(self) -> int:
         return processes()
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks with other samples."""
+        return self.world_size // self.sequence_parallel_size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks with parts of one sequence."""
+        return self._settings.sequence_parallel_size
 
     # Where state is
 
@@ -445,8 +467,11 @@ class ReadingEngine(TrainingEngine):
             directory = run_dir or unused_dir(beside(settings.run_dir or settings.default_dir))
             self._owns = True
             remember(prepare(model, None, settings, run_dir=directory, resume=resume))
-        elif settings.parameters_stay and settings.precision is not None:
-            cast(model, getattr(torch, settings.precision))
+        elif settings.parameters_stay:
+            if settings.precision is not None:
+                cast(model, getattr(torch, settings.precision))
+            if settings.sequence_parallel_size > 1 and getattr(model, "_offloadd_run", None) is None:
+                attach(model, settings.sequence_parallel_size)
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self._accumulated = 1

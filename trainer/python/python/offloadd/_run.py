@@ -44,6 +44,7 @@ from ._reports import Reports
 from ._returning import has_room, return_values
 from ._rewriting import Rewriting
 from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
+from ._sequence_attention import Attached, attach
 from ._steps import Steps
 from ._supported_optimizers import rule_of
 from ._units import Unit, units_of
@@ -95,7 +96,7 @@ def prepare(
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = not settings.parameters_stay or on_meta
-    wanted, ranks = units or settings.units or None, Ranks()
+    wanted, ranks, sequences = units or settings.units or None, Ranks(), None
     experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, together=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
@@ -104,10 +105,14 @@ def prepare(
             return Plan(settings, directory, found, ranks.places)
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
+        sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
         run = _opened(model, optimizer, settings, directory, found, modules, experts, list(track), weights, ranks, resume)
+        run.take_sequences(sequences)
     finally:
         if getattr(model, "_offloadd_run", None) is None:
             experts.undo(optimizer)
+            if sequences is not None:
+                sequences.detach()
     renew(optimizer_of_script)
     return run
 
@@ -174,6 +179,7 @@ class Run:
         self.trains = not isinstance(optimizer, Untrained)
         # Until it is whole.
         self.closed = True
+        self._sequences: Optional[Attached] = None
         self._process = os.getpid()
         _opening.check_given(optimizer, track, found)
         _opening.check_drives(plan, ranks)
@@ -252,6 +258,12 @@ class Run:
         self._at_exit = lambda: (at_exit() or bool)()
         atexit.register(self._at_exit)
         self.closed = False
+
+    def take_sequences(self, sequences: Optional[Attached]) -> None:
+        """Lets another rank's end be named in what the ranks of a sequence exchange, until the run ends."""
+        self._sequences = sequences
+        if sequences is not None:
+            sequences.group.blamed = self.ranks.transfers.failures_blamed
 
     # Training
 
@@ -368,6 +380,9 @@ class Run:
         self.model._offloadd_run = None
         unprotect(self._protected)
         self._methods.end()
+        if self._sequences is not None:
+            self._sequences.detach()
+            self._sequences.group.blamed = contextlib.nullcontext
         ranks, meetings = self.ranks, self.ranks.meetings
         try:
             if ranks.count > 1 and failed is not None:

@@ -36,11 +36,11 @@ class Transfers:
         if copies is not None and not changed and unit.index in copies:
             copied = self._copied(whole)
             copied.copy_(copies[unit.index], non_blocking=True)
-            with self._failures_blamed():
+            with self.failures_blamed():
                 dist.all_gather_into_tensor(whole, copied, group=self._group(whole, of_node=True))
             return
         own = unit.bytes // self._count
-        with self._failures_blamed():
+        with self.failures_blamed():
             dist.all_gather_into_tensor(whole, whole[self._rank * own : (self._rank + 1) * own], group=self._group(whole))
         if copies is not None:
             copied = self._copied(whole)
@@ -54,7 +54,7 @@ class Transfers:
             return
         self._meet(what)
         own = len(whole) // self._count
-        with self._failures_blamed():
+        with self.failures_blamed():
             dist.all_gather_into_tensor(whole, whole[self._rank * own : (self._rank + 1) * own], group=self._group(whole))
 
     def _copied(self, whole: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Transfers:
         # Before the sum, which might leave the range of 16 bits.
         gradients.div_(self._count)
         own = gradients[self._rank * unit.shard_elems : (self._rank + 1) * unit.shard_elems]
-        with self._failures_blamed():
+        with self.failures_blamed():
             dist.reduce_scatter_tensor(own, gradients, group=self._group(gradients))
 
     def broadcast(self, what: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -81,7 +81,7 @@ class Transfers:
                 continue
             self._meet(what)
             flat = tensor.detach().contiguous()
-            with self._failures_blamed(), torch.no_grad():
+            with self.failures_blamed(), torch.no_grad():
                 dist.broadcast(flat.reshape(-1).view(torch.uint8), src=0, group=self._group(flat))
                 if flat.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(flat)
@@ -98,7 +98,7 @@ class Transfers:
         if not size:
             return [own] * nodes
         whole = bytearray(size * nodes)
-        with self._failures_blamed():
+        with self.failures_blamed():
             given, brought = (torch.frombuffer(data, dtype=torch.uint8) for data in (bytearray(own), whole))
             dist.all_gather_into_tensor(brought, given, group=self._groups["nodes"])
         return [bytes(memoryview(whole)[size * node : size * (node + 1)]) for node in range(nodes)]
@@ -117,7 +117,7 @@ class Transfers:
         return self._groups[key]
 
     @contextlib.contextmanager
-    def _failures_blamed(self) -> Iterator[None]:
+    def failures_blamed(self) -> Iterator[None]:
         """An operation of torch.distributed, whose failure is another rank's end."""
         try:
             yield
