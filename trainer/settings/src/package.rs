@@ -10,7 +10,7 @@ use training_state::overflow::OverflowPolicy;
 use crate::error::SettingsError;
 use crate::parse::{Parsed, parse};
 use crate::reader::{Reader, Said};
-use crate::resolve::batch::{Sizes, batch};
+use crate::resolve::batch::{Batch, Sizes, batch};
 use crate::resolve::optimizer::optimizer;
 use crate::resolve::precision::{is_on, scaling};
 use crate::resolve::reports::{Monitor, monitor_of};
@@ -34,6 +34,8 @@ pub struct PackageSettings {
     pub nvme: Vec<PathBuf>,
     /// `None` if left out: what applies then depends on who calls.
     pub gradient_clipping: Option<f64>,
+    /// Ranks that have parts of one sequence.
+    pub sequence_parallel_size: u32,
     /// Samples of a step over all ranks and of a rank's micro-batch, where the file says so, and micro-batches.
     pub train_batch_size: Option<u64>,
     pub micro_batch: Option<u64>,
@@ -169,12 +171,7 @@ fn resolve(
     if let Some(clipping) = config.gradient_clipping {
         faults.take(not_negative("gradient_clipping", clipping));
     }
-    let sizes = Sizes {
-        train: config.train_batch_size,
-        micro: config.train_micro_batch_size_per_gpu,
-        accumulated: config.gradient_accumulation_steps,
-    };
-    let batch = faults.take(batch(sizes, Some(ranks)));
+    let batch = faults.take(batch_of(config, ranks));
     let precision = faults.take(precision(config));
     let optimizer = match has_optimizer {
         true => {
@@ -211,7 +208,7 @@ fn resolve(
             parameters_stay,
             nvme,
         }),
-        Some(batch),
+        Some((sequence_parallel_size, batch)),
         Some((precision, overflow)),
         Some(choices),
         true,
@@ -224,8 +221,10 @@ fn resolve(
         parameters_stay,
         nvme,
         gradient_clipping: config.gradient_clipping,
-        train_batch_size: batch
-            .map(|batch| batch.micro_batch * batch.micro_batches * u64::from(ranks)),
+        sequence_parallel_size,
+        train_batch_size: batch.map(|batch| {
+            batch.micro_batch * batch.micro_batches * u64::from(ranks / sequence_parallel_size)
+        }),
         micro_batch: batch.map(|batch| batch.micro_batch),
         micro_batches: batch.map_or(config.gradient_accumulation_steps, |batch| {
             Some(batch.micro_batches)
@@ -265,6 +264,26 @@ struct Placement {
     device: Tier,
     parameters_stay: bool,
     nvme: Vec<PathBuf>,
+}
+
+/// Ranks that have parts of one sequence, which divide the number of ranks, and the sizes of the batch, for which they count once.
+fn batch_of(config: &PackageToml, ranks: u32) -> Result<(u32, Option<Batch>), SettingsError> {
+    let size = config.sequence_parallel_size.unwrap_or(1);
+    let sequence_ranks = match u32::try_from(size) {
+        Ok(size) if size > 0 && ranks.is_multiple_of(size) => size,
+        _ => {
+            return Err(value(
+                "sequence_parallel_size",
+                format!("{size}: it must be at least 1 and divide the number of ranks ({ranks})"),
+            ));
+        }
+    };
+    let sizes = Sizes {
+        train: config.train_batch_size,
+        micro: config.train_micro_batch_size_per_gpu,
+        accumulated: config.gradient_accumulation_steps,
+    };
+    Ok((sequence_ranks, batch(sizes, Some(ranks / sequence_ranks))?))
 }
 
 fn placement(zero: &ZeroToml, own: &OwnToml, ranks: u32) -> Result<Placement, SettingsError> {
@@ -576,6 +595,19 @@ mod tests {
         }
         let behind_socket = json!({"zero_optimization": {"offload_param": {"device": "nvme"}}, "offloadd": {"socket": "/run/x"}});
         assert_eq!(read(behind_socket).unwrap().nvme, Vec::<PathBuf>::new());
+    }
+
+    #[test]
+    fn ranks_of_one_sequence_count_once_in_a_batch() {
+        let tree = json!({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2});
+        let found = check(tree.clone(), "ds.json", 4).unwrap();
+        assert_eq!(
+            (found.sequence_parallel_size, found.train_batch_size),
+            (2, Some(8))
+        );
+        assert_eq!(found.micro_batches, Some(2));
+        let error = check(tree, "ds.json", 3).unwrap_err().to_string();
+        assert!(error.contains("divide the number of ranks (3)"), "{error}");
     }
 
     #[test]

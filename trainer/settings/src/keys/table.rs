@@ -296,5 +296,5 @@ const OTHERS: &[Key] = &[
     table("tensor_parallel", "*", Refused, "leave it out: only data parallelism is supported (zero_optimization.stage divides state among the ranks)").package(Refused, "leave it out: all ranks compute the whole model, each on its part of a batch"),
     table("expert_parallel", "*", Refused, "leave it out: there are no experts").package(Refused, "leave it out: all ranks compute the whole model, each on its part of a batch"),
     table("pipeline", "*", Refused, "leave it out: only data parallelism is supported (zero_optimization.stage divides state among the ranks)").package(Refused, "leave it out: all ranks compute the whole model, each on its part of a batch"),
-    key("sequence_parallel_size", RefusedBut(&["1"]), "leave it out: only data parallelism is supported (zero_optimization.stage divides state among the ranks)").package(RefusedBut(&["1"]), "leave it out: all ranks compute the whole model, each on its part of a batch"),
+    key("sequence_parallel_size", RefusedBut(&["1"]), "leave it out: only data parallelism is supported (zero_optimization.stage divides state among the ranks)").package(Used, "ranks that have parts of one sequence, for attention of transformers; they count once in train_batch_size"),
 ];
