@@ -309,7 +309,9 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
         ({"config": {**plain, "zero_optimization": {"zero_quantized_weights": True}}}, "zero_quantized_weights is not supported"),
         ({"config": {**plain, "zero_optimization": 3}}, "zero_optimization: expected a table"),
         ({"config": settings("cpu", tmp_path, train_batch_size=7, gradient_accumulation_steps=2)}, "not a multiple"),
-        ({"mpu": object()}, "all ranks compute the whole model"),
+        ({"mpu": object()}, "mpu: groups of ranks are those that UlyssesSPAttentionHF"),
+        ({"mesh_param": (1, 2)}, "all ranks compute the whole model"),
+        ({"config": settings("cpu", tmp_path, sequence_parallel_size=2)}, "sequence_parallel_size = 2: it must be at least 1 and divide"),
     ]
     for given, message in cases:
         with pytest.raises(offloadd.Error, match=message):

@@ -8,13 +8,21 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 transformers.logging.set_verbosity_error()
 
+# Imported once for all ranks.
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402
+import transformers.models.llama.modeling_llama  # noqa: E402
+import transformers.models.qwen3.modeling_qwen3  # noqa: E402
+import transformers.trainer  # noqa: E402
+
 import offloadd  # noqa: E402
-from offloadd import sequence_parallel  # noqa: E402
+from offloadd import _sequence_attention as sequence_attention, sequence_parallel  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_hf import DEEPSPEED, server  # noqa: E402
-from test_ranks import close, equal, state  # noqa: E402
+from test_ranks import close, die, equal, state  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 
+pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
+peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
 pytestmark = needs_daemon
 
 TOKENS, ROWS, STEPS, ACCUMULATED = 16, 2, 3, 4
@@ -44,12 +52,13 @@ MODELS = {"llama": llama, "one_key": one_key, "qwen3": qwen3, "gpt2": gpt2}
 
 
 def model_of(name, attention):
+    name, _, lora = name.partition("+")
     torch.manual_seed(0)
     model = MODELS[name](attn_implementation=attention)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)
-    return model
+    return model if not lora else peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 def batches(kind):
@@ -115,7 +124,7 @@ def divided(rank, ranks, path, cases, size):
     found = {}
     for name, kind, attention, device in cases:
         model = model_of(name, attention)
-        if device == "cpu":
+        if device == "cpu" and "lora" not in name:
             model.gradient_checkpointing_enable()
         optimizer = adamw(model)
         directory = path / f"{name}-{kind}-{attention}-{device}"
@@ -134,17 +143,177 @@ CASES = [
     ("qwen3", "padding", "eager", "none"),
     ("one_key", "padding", "sdpa", "none"),
     ("gpt2", "documents", "sdpa", "nvme"),
+    ("llama+lora", "plain", "sdpa", "cpu"),
 ]
 
 
-def test_two_ranks_with_parts_of_a_sequence_are_one_with_the_whole(tmp_path):
-    one, other = on_ranks(2, tmp_path / "store", divided, tmp_path, CASES, 2)
+def one_batch(**more):
+    ids = torch.randint(1, 64, (1, 8), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "position_ids": torch.arange(8)[None], **more}
+
+
+# What is refused: a part of the message, a model, what its forward is given and changes of its configuration before it is prepared.
+REFUSED = [
+    ("its 3 attention heads cannot be divided among 2 ranks", lambda: llama(hidden_size=24, num_attention_heads=3, num_key_value_heads=3), None),
+    ("its 3 heads of keys and values cannot be divided", lambda: llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=3), None),
+    ("type dynamic depend on the longest position", lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), None),
+    ("attention in chunks", lambda: changed(llama(), attention_chunk_size=8), None),
+    ("layers of the type linear_attention carry", lambda: changed(llama(), layer_types=["full_attention", "linear_attention"]), None),
+    ("encoders with decoders", lambda: changed(llama(), is_encoder_decoder=True), None),
+    ("it has a Conv1d", lambda: torch.nn.ModuleList([with_conv(llama())]), None),
+    ("no model of transformers", lambda: torch.nn.Linear(4, 4), None),
+    ("attention by flex_attention", lambda: changed(llama(), _attn_implementation_internal="flex_attention"), None),
+    ("reorder_and_upcast_attn computes", lambda: gpt2(reorder_and_upcast_attn=True, attn_implementation="eager"), None),
+    ("2 of 3 layers compute attention by transformers'", lambda: with_mixer(llama()), {}),
+    ("position_ids is missing", llama, {"position_ids": None}),
+    ("labels without shift_labels", llama, {"labels": torch.ones(1, 8, dtype=torch.long)}),
+    ("attention_mask must be [batch, tokens]", llama, {"attention_mask": torch.ones(1, 1, 8, 8)}),
+    ("generate within offloadd.sequence_parallel.paused()", llama, {"past_key_values": transformers.DynamicCache()}),
+    ("output_attentions", llama, {"output_attentions": True}),
+    ("cu_seq_lens_q: position_ids say", llama, {"cu_seq_lens_q": torch.arange(3)}),
+]
+
+
+def changed(model, **values):
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def with_conv(model):
+    model.model.conv = torch.nn.Conv1d(1, 1, 1)
+    return model
+
+
+class Mixer(torch.nn.Module):
+    """Mixes tokens otherwise than by attention."""
+
+    def forward(self, hidden_states, **given):
+        return hidden_states.cumsum(1), None
+
+
+def with_mixer(model):
+    model.model.layers[1].self_attn = Mixer()
+    return model
+
+
+def refused(path):
+    """The message of each row of the table, and of loaders."""
+    found = []
+    for number, (_, make, given) in enumerate(REFUSED):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            with offloadd.prepare(model, optimizer, {**config("none", path), "sequence_parallel_size": 2}, run_dir=path / f"refused-{number}"):
+                model(**one_batch(**given))
+            found.append("nothing")
+        except offloadd.NotSupported as error:
+            found.append(str(error))
+        assert getattr(model, "_offloadd_run", None) is None and not sequence_attention._attached, "the model is a plain one again"
+    for own in ([{"input_ids": torch.ones(1, 7)}], [{"input_ids": torch.ones(1, 8)}] * torch.distributed.get_rank(), [torch.ones(1, 8)]):
+        try:
+            list(sequence_parallel.Loader(own))
+        except offloadd.Error as error:
+            found.append(str(error))
+    return found
+
+
+OF_LOADERS = ["sequences of 7 tokens, which 2 ranks cannot divide", "the data of rank 0 of the sequence has ended", "no mapping with input_ids"]
+
+
+def flash(module, query, key, value, mask, position_ids=None, **given):
+    """Stands for FlashAttention: documents are where positions restart."""
+    assert mask is None and position_ids.shape == (1, query.shape[2])
+    documents = (position_ids[0] == 0).cumsum(0)
+    apart = (documents[:, None] == documents) & torch.ones(len(documents), len(documents), dtype=torch.bool).tril()
+    return transformers.integrations.sdpa_attention.sdpa_attention_forward(module, query, key, value, apart[None, None], scaling=given["scaling"])
+
+
+def evaluated(path):
+    """Logits of a part, with SDPA and what stands for FlashAttention; those of a pause, and a text."""
+    transformers.AttentionInterface.register("flash_attention_2", flash)
+    batch = one_batch(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
+    part = {name: value.chunk(2, dim=1)[torch.distributed.get_rank()] for name, value in batch.items()}
+    found = []
+    for implementation in ("sdpa", "flash_attention_2"):
+        model = changed(model_of("llama", "sdpa"), _attn_implementation_internal=implementation).eval()
+        with offloadd.prepare(model, adamw(model), {**config("cpu", path), "sequence_parallel_size": 2}, run_dir=path / implementation), torch.no_grad():
+            found.append(model(**part).logits)
+            if implementation == "sdpa":
+                with sequence_parallel.paused():
+                    found.append(model(**batch, use_cache=False).logits)
+                    found.append(model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False))
+    return found
+
+
+def committed(rank, ranks, path, killed_at=None):
+    """The steps that were made before, and losses and weights, of a run on drives that may be killed in a backward."""
+    model = model_of("qwen3", "sdpa")
+    optimizer, losses = adamw(model), []
+    with offloadd.prepare(model, optimizer, {**config("nvme", path), "sequence_parallel_size": 2}, run_dir=path / "run") as run:
+        before = run.steps_done
+        for number, batch in enumerate(run.batches(sequence_parallel.Loader(batches("documents")[rank::ranks])), ACCUMULATED * before + 1):
+            loss = sequence_parallel.mean(loss_of(model, batch), batch["shift_labels"])
+            if number == killed_at:
+                model.model.layers[1].register_full_backward_hook(lambda *_: die())
+            loss.backward()
+            losses.append(loss.item())
+            if number % ACCUMULATED == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return before, losses, state(model)
+
+
+def on_two(rank, ranks, path):
+    unbroken = path / "unbroken"
+    unbroken.mkdir(exist_ok=True)
+    return divided(rank, ranks, path, CASES, 2), refused(path), evaluated(path), committed(rank, ranks, unbroken)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What two ranks tell of all this."""
+    path = tmp_path_factory.mktemp("two")
+    found = on_ranks(2, path / "store", on_two, path)
+    assert not any(isinstance(one, Exception) for one in found), found
+    return list(zip(*found))
+
+
+def test_two_ranks_with_parts_of_a_sequence_are_one_with_the_whole(told):
+    one, other = told[0]
     for case in CASES:
-        losses, norms, weights = whole(*case[:3], checkpointed=case[3] == "cpu")
+        losses, norms, weights = whole(*case[:3], checkpointed=case[3] == "cpu" and "lora" not in case[0])
         found, its_norms, ours = one[case]
         assert found == pytest.approx(losses, rel=1e-6) and its_norms == pytest.approx(norms, rel=1e-5), case
         assert other[case][:2] == (found, its_norms), case
         assert close(ours, weights) and equal(ours, other[case][2]), case
+
+
+def test_what_would_be_computed_otherwise_is_refused_by_name(told):
+    for messages in told[1]:
+        for message, expected in zip(messages, [*(row[0] for row in REFUSED), *OF_LOADERS]):
+            assert expected in message, messages
+        assert len(messages) == len(REFUSED) + len(OF_LOADERS)
+
+
+def test_an_evaluation_is_divided_unless_it_is_paused(told):
+    batch = one_batch(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
+    model = model_of("llama", "sdpa").eval()
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits
+        text = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+    for rank, (by_sdpa, paused, generated, by_flash) in enumerate(told[2]):
+        own = logits.chunk(2, dim=1)[rank]
+        assert torch.allclose(by_sdpa, own, atol=1e-6) and torch.allclose(by_flash, own, atol=1e-6)
+        assert torch.equal(paused, logits) and torch.equal(generated, text)
+
+
+def test_ranks_that_are_killed_resume_with_the_same_bits(told, tmp_path):
+    ended = on_ranks(2, tmp_path / "first", committed, tmp_path, 11)
+    assert [str(one) for one in ended] == ["-9", "-9"]
+    resumed = on_ranks(2, tmp_path / "second", committed, tmp_path)
+    for (before, losses, weights), (_, expected, same) in zip(resumed, told[3]):
+        assert before in (1, 2) and losses == expected[ACCUMULATED * before :] and equal(weights, same)
 
 
 def test_two_groups_of_two_ranks_share_the_batches(tmp_path):
@@ -231,7 +400,6 @@ def written_for_deepspeed(rank, ranks, path, settings):
 
 
 def test_scripts_that_were_written_for_deepspeed_have_the_results_of_one_rank(tmp_path):
-    pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
     model_of("llama", "sdpa").save_pretrained(tmp_path / "model")
     settings = {
         **config("cpu", tmp_path, run_dir=str(tmp_path / "run")),

@@ -148,7 +148,7 @@ class Commits:
         # Before the first step there is nothing to go on from.
         self._pass_random = (state.get("pass_random") or state["random"]) if self.steps_done else None
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
-        self._resumed.update(ranks=state.get("ranks", 1), batch_size=state.get("batch_size"))
+        self._resumed.update(ranks=state.get("data_ranks", state.get("ranks", 1)), batch_size=state.get("batch_size"))
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
@@ -204,7 +204,7 @@ class Commits:
         if resumed is not None:
             # Another number of ranks, or batches of another size, read other parts of the data: as many samples are skipped.
             self._pass_random = None
-            seen = resumed["batches"] * resumed.get("data_ranks", resumed["ranks"]) * (resumed["batch_size"] or size)
+            seen = resumed["batches"] * resumed["ranks"] * (resumed["batch_size"] or size)
             skip, self._resumed = seen // (self._data_ranks * size), None
             if resumed["epoch_random"] is not None:
                 set_random_state(resumed["epoch_random"])

@@ -318,6 +318,8 @@ def _check(model: nn.Module, whole: nn.Module, size: int, implementation: Option
         raise Error(f"{name} computes attention by {has}, and {implementation} was named: load the model with attn_implementation={implementation!r}")
     if has in ("flex_attention",) or has.startswith("paged"):
         raise refuse(f"attention by {has} is not supported: load the model with attn_implementation='sdpa'")
+    if has == "eager" and getattr(text, "reorder_and_upcast_attn", False):
+        raise refuse("reorder_and_upcast_attn computes attention in the model itself: load it with attn_implementation='sdpa'")
     if getattr(config, "is_encoder_decoder", False):
         raise refuse("encoders with decoders are not supported")
     if getattr(text, "attention_chunk_size", None) or "chunked_attention" in (getattr(text, "layer_types", None) or ()):
@@ -355,4 +357,4 @@ def _check_heads(text: Any, size: int, refuse: Callable[[str], Exception]) -> No
     if queries % size:
         raise refuse(f"its {queries} attention heads cannot be divided among {size} ranks")
     if keys % size and size % keys:
-        raise refuse(f"its {keys} heads of keys and values cannot be divided among {size} ranks, nor {size} ranks among them")
+        raise refuse(f"its {keys} heads of keys and values cannot be divided among {size} ranks: one number must be a multiple of the other")
