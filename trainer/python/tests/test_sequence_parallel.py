@@ -19,7 +19,7 @@ from offloadd import _sequence_attention as sequence_attention, sequence_paralle
 from ranks import on_ranks  # noqa: E402
 from test_hf import DEEPSPEED, server  # noqa: E402
 from test_ranks import close, die, equal, state  # noqa: E402
-from test_runs import config, needs_daemon  # noqa: E402
+from test_runs import HERE, config, needs_daemon  # noqa: E402
 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
@@ -86,14 +86,14 @@ def loss_of(model, batch):
     return model.loss_function(logits=logits, labels=None, shift_labels=batch["shift_labels"], vocab_size=64)
 
 
-def steps(model, optimizer, parts, mean, accumulated):
+def steps(model, optimizer, parts, mean, accumulated, clipping=0.5):
     losses, norms = [], []
     for number, batch in enumerate(parts, 1):
         loss = mean(loss_of(model, batch), batch["shift_labels"])
         (loss / accumulated).backward()
         losses.append(loss.item())
         if number % accumulated == 0:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)))
             optimizer.step()
             optimizer.zero_grad()
     return losses, norms
@@ -104,7 +104,7 @@ def adamw(model):
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def whole(name, kind, attention, checkpointed=False):
+def whole(name, kind, attention, checkpointed=False, accumulated=ACCUMULATED, clipping=0.5):
     """Losses, norms and weights of plain PyTorch with whole sequences."""
     model = model_of(name, attention)
     if checkpointed:
@@ -115,7 +115,7 @@ def whole(name, kind, attention, checkpointed=False):
     ]
     for batch in shifted:
         del batch["labels"]
-    losses, norms = steps(model, adamw(model), shifted, lambda loss, labels: loss, ACCUMULATED)
+    losses, norms = steps(model, adamw(model), shifted, lambda loss, labels: loss, accumulated, clipping)
     return losses, norms, state(model)
 
 
@@ -254,7 +254,7 @@ def committed(rank, ranks, path, killed_at=None):
         before = run.steps_done
         for number, batch in enumerate(run.batches(sequence_parallel.Loader(batches("documents")[rank::ranks])), ACCUMULATED * before + 1):
             loss = sequence_parallel.mean(loss_of(model, batch), batch["shift_labels"])
-            if number == killed_at:
+            if number == killed_at and rank == 1:
                 model.model.layers[1].register_full_backward_hook(lambda *_: die())
             loss.backward()
             losses.append(loss.item())
@@ -264,10 +264,25 @@ def committed(rank, ranks, path, killed_at=None):
         return before, losses, state(model)
 
 
+def of_the_page(rank, ranks, path):
+    """Norms and weights of the example in docs/pytorch.md."""
+    _, _, section = (HERE.parents[2] / "docs" / "pytorch.md").read_text().partition("## Sequences on several ranks")
+    code = section.partition("```python\n")[2].partition("```")[0]
+    model = model_of("gpt2", "sdpa")
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+    torch.nn.utils.clip_grad_norm_ = lambda *given: norms.append(float(clip(*given)))
+    os.chdir(path)
+    try:
+        exec(code, {"model": model, "optimizer": adamw(model), "loader": batches("documents")[rank::ranks], "offloadd": offloadd, "torch": torch})
+    finally:
+        torch.nn.utils.clip_grad_norm_ = clip
+    return norms, state(model)
+
+
 def on_two(rank, ranks, path):
     unbroken = path / "unbroken"
     unbroken.mkdir(exist_ok=True)
-    return divided(rank, ranks, path, CASES, 2), refused(path), evaluated(path), committed(rank, ranks, unbroken)
+    return (divided(rank, ranks, path, CASES, 2), refused(path), evaluated(path), committed(rank, ranks, unbroken), of_the_page(rank, ranks, path))
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +304,12 @@ def test_two_ranks_with_parts_of_a_sequence_are_one_with_the_whole(told):
         assert close(ours, weights) and equal(ours, other[case][2]), case
 
 
+def test_the_example_of_the_page_has_the_results_of_one_rank(told):
+    _, norms, weights = whole("gpt2", "documents", "sdpa", accumulated=1, clipping=1.0)
+    for found, ours in told[4]:
+        assert found == pytest.approx(norms, rel=1e-5) and close(ours, weights)
+
+
 def test_what_would_be_computed_otherwise_is_refused_by_name(told):
     for messages in told[1]:
         for message, expected in zip(messages, [*(row[0] for row in REFUSED), *OF_LOADERS]):
@@ -308,9 +329,9 @@ def test_an_evaluation_is_divided_unless_it_is_paused(told):
         assert torch.equal(paused, logits) and torch.equal(generated, text)
 
 
-def test_ranks_that_are_killed_resume_with_the_same_bits(told, tmp_path):
-    ended = on_ranks(2, tmp_path / "first", committed, tmp_path, 11)
-    assert [str(one) for one in ended] == ["-9", "-9"]
+def test_a_rank_that_is_killed_is_named_and_all_resume_with_the_same_bits(told, tmp_path):
+    gone, killed = on_ranks(2, tmp_path / "first", committed, tmp_path, 11)
+    assert str(killed) == "-9" and isinstance(gone, offloadd.RankGone) and "rank 1" in str(gone), gone
     resumed = on_ranks(2, tmp_path / "second", committed, tmp_path)
     for (before, losses, weights), (_, expected, same) in zip(resumed, told[3]):
         assert before in (1, 2) and losses == expected[ACCUMULATED * before :] and equal(weights, same)
