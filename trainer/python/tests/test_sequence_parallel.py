@@ -25,7 +25,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make test
 peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
 pytestmark = needs_daemon
 
-TOKENS, ROWS, STEPS, ACCUMULATED = 16, 2, 3, 4
+TOKENS, ROWS, STEPS, ACCUMULATED = 16, 2, 2, 4
 SIZES = {"vocab_size": 64, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -61,11 +61,11 @@ def model_of(name, attention):
     return model if not lora else peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def batches(kind):
+def batches(kind, steps=STEPS):
     """Batches of whole sequences, some tokens of which do not count."""
     generator = torch.Generator().manual_seed(1)
     found = []
-    for _ in range(ACCUMULATED * STEPS):
+    for _ in range(ACCUMULATED * steps):
         ids = torch.randint(1, 64, (ROWS, TOKENS), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(TOKENS).expand(ROWS, -1)}
         # Prompts of different lengths: no rank has as many tokens that count as another.
@@ -74,8 +74,9 @@ def batches(kind):
             batch["position_ids"] = torch.stack([torch.cat([torch.arange(cut), torch.arange(TOKENS - cut)]) for cut in (5, 11)])
         if kind == "padding":
             batch["attention_mask"] = torch.ones_like(ids)
-            batch["attention_mask"][0, 10:] = 0
-            batch["labels"][0, 10:] = -100
+            # On the left, where later tokens would see it, and on the right.
+            batch["attention_mask"][0, :3], batch["attention_mask"][1, 10:] = 0, 0
+            batch["labels"][batch["attention_mask"] == 0] = -100
         found.append(batch)
     return found
 
@@ -252,7 +253,7 @@ def committed(rank, ranks, path, killed_at=None):
     optimizer, losses = adamw(model), []
     with offloadd.prepare(model, optimizer, {**config("nvme", path), "sequence_parallel_size": 2}, run_dir=path / "run") as run:
         before = run.steps_done
-        for number, batch in enumerate(run.batches(sequence_parallel.Loader(batches("documents")[rank::ranks])), ACCUMULATED * before + 1):
+        for number, batch in enumerate(run.batches(sequence_parallel.Loader(batches("documents", 3)[rank::ranks])), ACCUMULATED * before + 1):
             loss = sequence_parallel.mean(loss_of(model, batch), batch["shift_labels"])
             if number == killed_at and rank == 1:
                 model.model.layers[1].register_full_backward_hook(lambda *_: die())
@@ -368,7 +369,7 @@ def tutorial(path, settings):
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
     engine, *_ = deepspeed.initialize(config=settings, model=model, model_parameters=model.parameters(), mpu=mpu)
     sp_group, sp_size = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_world_size()
-    loader = torch.utils.data.DataLoader(batches("documents"), batch_size=None, sampler=range(mpu.get_sequence_parallel_rank(), 12, sp_size))
+    loader = torch.utils.data.DataLoader(batches("documents"), batch_size=None, sampler=range(mpu.get_sequence_parallel_rank(), ACCUMULATED * STEPS, sp_size))
     loader = UlyssesSPDataLoaderAdapter(loader, sp_rank=groups._get_sequence_parallel_rank(), sp_group=sp_group, sp_world_size=sp_size, device=engine.device)
     losses = []
     for batch in loader:
@@ -406,18 +407,33 @@ def log_of(trainer):
     return [(entry["step"], kind, entry[kind]) for entry in trainer.state.log_history for kind in ("loss", "grad_norm", "eval_loss") if kind in entry]
 
 
-def written_for_deepspeed(rank, ranks, path, settings):
+def with_sequences(path, ranks, stop_at):
+    """Trains with Hugging Face's Trainer below the Accelerate configuration of DeepSpeed's sequences, from the last committed step on."""
     import accelerate
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == stop_at
 
     # torch.distributed is initialized already.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    found = tutorial(path, settings)
     sequences = accelerate.ParallelismConfig(sp_backend="deepspeed", sp_size=ranks)
-    trainer = trainer_of(path, deepspeed={**config("cpu", path), **DEEPSPEED}, parallelism_config=sequences)
-    trainer.train()
+    trainer = trainer_of(path, deepspeed={**config("nvme", path), **DEEPSPEED}, parallelism_config=sequences)
+    trainer.add_callback(Stop())
+    trainer.train(resume_from_checkpoint=True)
     log, weights = log_of(trainer), state(trainer.model)
     trainer.model_wrapped.run.close()
-    return (*found, log, weights)
+    return log, weights
+
+
+def written_for_deepspeed(rank, ranks, path, settings):
+    found = tutorial(path, settings)
+    with_sequences(path, ranks, stop_at=3)
+    return found
+
+
+def resumed(rank, ranks, path):
+    return with_sequences(path, ranks, stop_at=4)
 
 
 def test_scripts_that_were_written_for_deepspeed_have_the_results_of_one_rank(tmp_path):
@@ -432,12 +448,14 @@ def test_scripts_that_were_written_for_deepspeed_have_the_results_of_one_rank(tm
     }
     told = on_ranks(2, tmp_path / "store", written_for_deepspeed, tmp_path, settings, start=server("deepspeed").start)
     losses, norms, weights = whole("llama", "documents", "sdpa")
-    trainer = trainer_of(tmp_path, use_cpu=True)
-    trainer.train()
-    for found, norm, ours, log, by_trainer in told:
+    for found, norm, ours in told:
         assert found == pytest.approx(losses, rel=1e-6) and norm == pytest.approx(norms[-1], rel=1e-5)
         assert close(ours, weights) and equal(ours, told[0][2])
-        expected = log_of(trainer)
+    told = on_ranks(2, tmp_path / "again", resumed, tmp_path, start=server("deepspeed").start)
+    trainer = trainer_of(tmp_path, use_cpu=True)
+    trainer.train()
+    expected = log_of(trainer)
+    for log, by_trainer in told:
         assert [one[:2] for one in log] == [one[:2] for one in expected]
-        assert [one[2] for one in log] == pytest.approx([one[2] for one in expected], rel=1e-4)
+        assert [one[2] for one in log] == pytest.approx([one[2] for one in expected], rel=1e-5)
         assert close(by_trainer, state(trainer.model))

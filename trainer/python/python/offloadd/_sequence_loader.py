@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, Mapping, Optional
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional
 
 import torch
 
@@ -21,6 +21,15 @@ class Loader:
     def __init__(self, loader: Iterable, group: Optional[Group] = None) -> None:
         self.loader, self._group = loader, group or the_group()
         self._iterator: Optional[Iterator] = None
+        # Parts that the next pass leaves out.
+        self._skip = 0
+
+    def skipping(self, parts: int, skip_batches: Callable[[Iterable, int], Iterable]) -> "Loader":
+        """The same without the first `parts`; `skip_batches` leaves out some of the loader's batches."""
+        batches, rest = divmod(parts, self._group.size)
+        found = Loader(skip_batches(self.loader, batches), self._group)
+        found._skip = rest
+        return found
 
     def __len__(self) -> int:
         return len(self.loader) * self._group.size  # type: ignore[arg-type]
@@ -41,7 +50,9 @@ class Loader:
             if batch is None:
                 return
             # All parts before the first is used: the ranks may use them at different speeds.
-            yield from [self._part(batch, of_rank, source) for source, of_rank in enumerate(of_ranks)]
+            parts = [self._part(batch, of_rank, source) for source, of_rank in enumerate(of_ranks)]
+            skip, self._skip = self._skip, 0
+            yield from parts[skip:]
 
     def __next__(self) -> dict[str, Any]:
         """The next part, over and over: at the end of the data it raises `StopIteration` and begins anew."""

@@ -15,6 +15,7 @@ from ._config import processes
 from ._errors import NotSupported
 from ._initialize import TrainingEngine
 from ._run_dir import has_run
+from ._sequence_loader import Loader
 from ._state import random_state
 from .hf import RESUME_DIR, TrainerProgress, check_arguments, choose_optimizer, has_checkpoint, write_random_state
 
@@ -62,6 +63,20 @@ def patch_trainer(module: Any) -> None:
         return result
 
     module.Trainer.train, module.Trainer.__init__ = train, __init__
+    _skip_parts(module)
+
+
+def _skip_parts(module: Any) -> None:
+    """Lets a Trainer that resumes skip parts of sequences where their ranks divide batches: Accelerate would skip whole ones, and divide none."""
+    plain = getattr(module, "skip_first_batches", None)
+    if plain is None:
+        return
+
+    @functools.wraps(plain)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        return dataloader.skipping(num_batches, plain) if isinstance(dataloader, Loader) else plain(dataloader, num_batches)
+
+    module.skip_first_batches = skip_first_batches
 
 
 def patch_arguments(module: Any) -> None:
@@ -140,7 +155,10 @@ def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -
     def prepare_for_training(max_steps: int, train_dataloader: Any, checkpoint: Any) -> Any:
         trainer._init_training_state, trainer._prepare_for_training = initialize, prepare
         trainer.callback_handler.train_dataloader = train_dataloader
-        return prepared.pop(), train_dataloader
+        model = prepared.pop()
+        if model.sequence_parallel_size > 1:
+            train_dataloader = trainer.accelerator.deepspeed_ulysses_dl_adapter(train_dataloader, model)
+        return model, train_dataloader
 
     trainer._init_training_state, trainer._prepare_for_training = init_training_state, prepare_for_training
     return directory
