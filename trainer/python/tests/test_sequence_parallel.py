@@ -338,6 +338,28 @@ def test_a_rank_that_is_killed_is_named_and_all_resume_with_the_same_bits(told, 
         assert before in (1, 2) and losses == expected[ACCUMULATED * before :] and equal(weights, same)
 
 
+def test_computing_in_tiles_has_the_gradients_of_one():
+    from offloadd import _deepspeed_sequence as names
+
+    torch.manual_seed(0)
+    layer = transformers.models.llama.modeling_llama.LlamaMLP(transformers.LlamaConfig(**SIZES))
+    plain, states = type(layer).forward, torch.randn(2, 7, 32, requires_grad=True)
+
+    def gradients(result):
+        result.square().sum().backward()
+        found = [states.grad, *(param.grad for param in layer.parameters())]
+        states.grad = None
+        layer.zero_grad()
+        return [one.clone() for one in found]
+
+    tiled = lambda: names.TiledMLP.apply(plain, layer, states, 3, list(layer.parameters()))
+    by_tiles = lambda: names.sequence_tiled_compute(layer, 7, 3, {"x": states}, {}, "x", output_reduction=None)
+    sums = lambda: names.sequence_tiled_compute(lambda x: layer(x).square().sum(), 7, 3, {"x": states}, {}, "x", None, 0, "sum").sqrt()
+    expected = gradients(layer(states))
+    for found in (tiled, by_tiles, sums):
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(gradients(found()), expected)), found
+
+
 def test_two_groups_of_two_ranks_share_the_batches(tmp_path):
     case = ("llama", "documents", "sdpa", "cpu")
     told = [of_rank[case] for of_rank in on_ranks(4, tmp_path / "store", divided, tmp_path, [case], 2)]
@@ -371,10 +393,15 @@ def tutorial(path, settings):
     sp_group, sp_size = groups._get_sequence_parallel_group(), groups._get_sequence_parallel_world_size()
     loader = torch.utils.data.DataLoader(batches("documents"), batch_size=None, sampler=range(mpu.get_sequence_parallel_rank(), ACCUMULATED * STEPS, sp_size))
     loader = UlyssesSPDataLoaderAdapter(loader, sp_rank=groups._get_sequence_parallel_rank(), sp_group=sp_group, sp_world_size=sp_size, device=engine.device)
+    # One that nothing trains is divided too, as attention is registered for all.
+    reference, *_ = deepspeed.initialize(model=transformers.AutoModelForCausalLM.from_pretrained(path / "model"), config={"train_batch_size": 8})
     losses = []
     for batch in loader:
         batch = move_to_device(batch, engine.device)
         outputs, shift_labels = engine(**batch), batch["shift_labels"]
+        if not losses:
+            assert torch.equal(reference(**batch).logits, outputs.logits)
+            reference.destroy()
         loss = engine.module.loss_function(logits=outputs.logits, labels=None, shift_labels=shift_labels, vocab_size=64)
         losses_per_rank = torch.distributed.nn.functional.all_gather(loss, group=sp_group)
         good_tokens = (shift_labels != -100).view(-1).sum()

@@ -460,7 +460,7 @@ class ReadingEngine(TrainingEngine):
     def __init__(self, model: nn.Module, settings: Settings, run_dir: Optional[Union[str, os.PathLike]], resume: bool) -> None:
         self.config, self.module, self._settings = settings.json, model, settings
         # One that is trained, or read already, stays as it is.
-        self._owns = False
+        self._owns, self._sequences = False, None
         if not settings.parameters_stay and getattr(model, "_offloadd_run", None) is None:
             if settings.precision is not None:
                 cast(model, getattr(torch, settings.precision))
@@ -471,7 +471,7 @@ class ReadingEngine(TrainingEngine):
             if settings.precision is not None:
                 cast(model, getattr(torch, settings.precision))
             if settings.sequence_parallel_size > 1 and getattr(model, "_offloadd_run", None) is None:
-                attach(model, settings.sequence_parallel_size)
+                self._sequences = attach(model, settings.sequence_parallel_size)
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self._accumulated = 1
@@ -496,6 +496,8 @@ class ReadingEngine(TrainingEngine):
 
     def destroy(self) -> None:
         """Ends the run that this engine began, unless the model is trained since."""
+        if self._sequences is not None:
+            self._sequences.detach()
         if self._owns and self.run is not None and not self.run.trains:
             self.run.close()
 

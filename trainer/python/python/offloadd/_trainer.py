@@ -39,7 +39,8 @@ def patch_trainer(module: Any) -> None:
         if plugin is None:
             return plain(self, resume_from_checkpoint, *args, **kwargs)
         open_engine = _reopened(self, resume_from_checkpoint)
-        settings = _deepspeed.settings_in(plugin.hf_ds_config.config)
+        # The batch is counted again when ranks of sequences are known.
+        settings = _deepspeed.settings_in({**plugin.hf_ds_config.config, "train_batch_size": "auto"})
         run_dir = Path(settings.run_dir or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
