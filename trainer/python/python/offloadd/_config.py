@@ -138,7 +138,8 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
 
 def _take_sequence_ranks(checked: dict[str, Any], known: Optional[int]) -> int:
     """Takes `sequence_parallel_size` out of what the extension checks, for which all ranks have other samples, and returns it."""
-    size = checked.pop("sequence_parallel_size", known or 1)
+    size = checked.pop("sequence_parallel_size", None)
+    size = known or 1 if size in (None, "auto") else size
     if known is not None and size != known:
         raise Error(f"sequence_parallel_size = {size!r}, and the script has sequences on {known} ranks")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1 or processes() % size:
