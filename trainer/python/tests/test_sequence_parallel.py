@@ -210,7 +210,9 @@ def refused(path):
             found.append("nothing")
         except offloadd.NotSupported as error:
             found.append(str(error))
-        assert getattr(model, "_offloadd_run", None) is None and not sequence_attention._attached, "the model is a plain one again"
+        assert getattr(model, "_offloadd_run", None) is None and not sequence_attention._attached and not sequence_attention._replaced, (
+            "the model is a plain one again"
+        )
     for own in ([{"input_ids": torch.ones(1, 7)}], [{"input_ids": torch.ones(1, 8)}] * torch.distributed.get_rank(), [torch.ones(1, 8)]):
         try:
             list(sequence_parallel.Loader(own))

@@ -94,7 +94,7 @@ class Attached:
         self._layers, self._checked = text.num_hidden_layers, False
         for module in found.modules():
             _attached[module] = self
-        _register(text._attn_implementation)
+        _replace(text._attn_implementation)
         # The engine's hooks come before: what is refused here ends the forward in order.
         before, after = found.register_forward_pre_hook, found.register_forward_hook
         self._handles = [before(self._before, with_kwargs=True), after(self._after, always_call=True)]
@@ -105,6 +105,8 @@ class Attached:
             handle.remove()
         for module in [module for module, attached in _attached.items() if attached is self]:
             del _attached[module]
+        if not _attached:
+            _restore()
 
     @property
     def active(self) -> bool:
@@ -190,21 +192,38 @@ class _Current:
 
 _current = _Current()
 _attached: "weakref.WeakKeyDictionary[nn.Module, Attached]" = weakref.WeakKeyDictionary()
-_registered: set[str] = set()
+# transformers' own attention and mask functions, by their names, while ours are in their place.
+_replaced: dict[str, tuple[Optional[Callable], Callable]] = {}
 
 
-def _register(implementation: str) -> None:
-    """Puts our functions in place of transformers' of this name, for good: those of other models are called through them."""
-    if implementation in _registered:
+def _replace(implementation: str) -> None:
+    """Puts our functions in place of transformers' of this name. Those of other models are called through them."""
+    if implementation in _replaced:
         return
+    attentions, masks = _interfaces()
+    inner, mask = None if implementation == "eager" else attentions[implementation], masks[implementation]
+    _replaced[implementation] = inner, mask
+    type(attentions).register(implementation, functools.partial(_attention, implementation, inner))
+    type(masks).register(implementation, functools.partial(_mask, implementation, mask))
+
+
+def _restore() -> None:
+    """Gives transformers its functions back."""
+    attentions, masks = _interfaces()
+    for implementation, (inner, mask) in _replaced.items():
+        type(masks).register(implementation, mask)
+        if inner is None:
+            del type(attentions)._global_mapping[implementation]
+        else:
+            type(attentions).register(implementation, inner)
+    _replaced.clear()
+
+
+def _interfaces() -> tuple[Any, Any]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    inner = None if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    type(ALL_ATTENTION_FUNCTIONS).register(implementation, functools.wraps(inner or _attention)(functools.partial(_attention, implementation, inner)))
-    type(ALL_MASK_ATTENTION_FUNCTIONS).register(implementation, functools.wraps(mask)(functools.partial(_mask, implementation, mask)))
-    _registered.add(implementation)
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def _mask(implementation: str, plain: Callable, **given: Any) -> Any:
@@ -233,11 +252,20 @@ def _is_flash(implementation: str) -> bool:
 def _attention(implementation: str, plain: Optional[Callable], module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **given: Any) -> Any:
     """Attention of an attached model's module on the whole sequence with a part of the heads, and of others as it is."""
     # The eager function is in the file of each model.
-    positions, plain = given.get("position_ids"), plain or sys.modules[type(module).__module__].eager_attention_forward
+    plain = plain or sys.modules[type(module).__module__].eager_attention_forward
     attached = _attached.get(module)
     if attached is None or not attached.active:
         return plain(module, query, key, value, mask, *args, **given)
+    return _divided(implementation, plain, attached, module, query, key, value, mask, *args, **given)
+
+
+@torch.compiler.disable
+def _divided(
+    implementation: str, plain: Callable, attached: Attached, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **given: Any
+) -> Any:
+    """Attention on the whole sequence with a part of the heads, of all heads on a part of the sequence. The exchange is between compiled parts."""
     group, tokens, name = attached.group, query.shape[2] * attached.group.size, type(module).__name__
+    positions = given.get("position_ids")
     if attached.whole is not None:
         attached.whole.attentions += 1
         if not attached.whole.masks:
@@ -248,13 +276,11 @@ def _attention(implementation: str, plain: Optional[Callable], module: nn.Module
         if positions is None:
             raise NotSupported(f"{name} with sequence_parallel_size: {implementation} gets no position_ids, which say where documents begin: use sdpa")
         # Also where a checkpoint computes again, outside of the model's forward.
-        positions = torch.cat(group.gather(positions), dim=1)
+        given["position_ids"] = torch.cat(group.gather(positions), dim=1)
     shared = max(1, group.size // key.shape[1])
     if shared > 1:
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     query, key, value = (heads_for_tokens(states, group) for states in (query, key, value))
-    if _is_flash(implementation):
-        given["position_ids"] = positions
     with _groups_of(module, query.shape[1] // key.shape[1]):
         output, _ = plain(module, query, key, value, mask, *args, **given)
     return tokens_for_heads(output, group), None
@@ -287,12 +313,18 @@ def _check_attention(name: str, query: torch.Tensor, key: torch.Tensor, value: t
 
 def _known(name: str, plain: Callable, given: dict[str, Any]) -> dict[str, Any]:
     """What is given to an attention function, without tensors that pass through to other layers and losses. Refuses those that it would use."""
-    used = {*inspect.signature(plain).parameters, *_BOUNDARIES} - {"position_ids"}
+    used = _used_by(plain)
     for key, one in given.items():
         if key in used and isinstance(one, torch.Tensor) and one.numel() > 1:
             why = "position_ids say where documents begin: leave it out" if key in _BOUNDARIES else "it is for all heads, or for a part of the tokens"
             raise NotSupported(f"{name} with sequence_parallel_size: {key}: {why}")
     return {key: one for key, one in given.items() if key in used or not isinstance(one, torch.Tensor)}
+
+
+@functools.lru_cache(maxsize=None)
+def _used_by(plain: Callable) -> frozenset[str]:
+    """Names that an attention function has for what it is given, beside positions."""
+    return frozenset({*inspect.signature(plain).parameters, *_BOUNDARIES} - {"position_ids"})
 
 
 # Before a model is prepared
