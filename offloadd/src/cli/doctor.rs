@@ -43,6 +43,8 @@ pub(crate) fn run(
         let found: Vec<_> = findings.iter().map(to_json).collect();
         outln!("{}", json!({ "worst": worst.name(), "findings": found }));
     } else {
+        // What needs a hand comes first.
+        findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
         for finding in &findings {
             outln!("{}", text(finding));
         }

@@ -3,6 +3,7 @@
 //! ```text
 //!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors
 //!   drives ── the place of each device: file system, free space, direct I/O
+//!   links ── PCIe links of GPUs and NVMe drives, GPU drivers, the drives' schedulers
 //! ```
 //!
 //! Nothing is changed. Files of the kernel are read below [`Roots`], so that tests can describe machines.
@@ -14,6 +15,7 @@ use crate::findings::Finding;
 
 mod drives;
 mod kernel;
+mod links;
 mod memory;
 
 /// Directories in which the kernel describes the machine.
@@ -72,6 +74,7 @@ pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Ve
     }
     findings.push(memory::descriptors(config));
     findings.extend(drives::examine(roots, places));
+    findings.extend(links::examine(roots));
     findings
 }
 
