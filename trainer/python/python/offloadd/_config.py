@@ -115,14 +115,15 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
     _check_text(config)
     unread = () if schedules or not _end_is_filled_in(config) else ("scheduler",)
     checked = {key: value for key, value in config.items() if key not in unread}
-    sequence_ranks = _take_sequence_ranks(checked, sequence_ranks)
+    if sequence_ranks is not None:
+        given = checked.get("sequence_parallel_size")
+        if given not in (None, "auto", sequence_ranks):
+            raise Error(f"sequence_parallel_size = {given!r}, and the script has sequences on {sequence_ranks} ranks")
+        checked["sequence_parallel_size"] = sequence_ranks
     text, wrong = _offloadd.check_settings(json.dumps(checked, default=_plain), name, processes())
     if wrong:
         raise (NotSupported if "not supported" in wrong else Error)(wrong if name is _DICT else f"{name}: {wrong}")
     values = json.loads(text)
-    values["sequence_parallel_size"] = sequence_ranks
-    if values["train_batch_size"] is not None:
-        values["train_batch_size"] //= sequence_ranks
     for key in ("run_dir", "socket", "program"):
         values[key] = None if values[key] is None else Path(values[key])
     if values["gradient_clipping"] is None:
@@ -134,20 +135,6 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
         values[key] = tuple(values[key])
     values["nvme"] = tuple(map(Path, values["nvme"]))
     return Settings(**values, default_dir=default_dir, json=config)
-
-
-def _take_sequence_ranks(checked: dict[str, Any], known: Optional[int]) -> int:
-    """Takes `sequence_parallel_size` out of what the extension checks, for which all ranks have other samples, and returns it."""
-    size = checked.pop("sequence_parallel_size", None)
-    size = known or 1 if size in (None, "auto") else size
-    if known is not None and size != known:
-        raise Error(f"sequence_parallel_size = {size!r}, and the script has sequences on {known} ranks")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or processes() % size:
-        raise Error(f"sequence_parallel_size = {size!r}: it must be at least 1 and divide the number of ranks ({processes()})")
-    batch = checked.get("train_batch_size")
-    if size > 1 and isinstance(batch, int):
-        checked["train_batch_size"] = batch * size
-    return size
 
 
 def _end_is_filled_in(config: Mapping[str, Any]) -> bool:
