@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows everything on a processor, in about five minutes:
+# Shows everything on a processor, in about eight minutes:
 #   1. offloadd serves a store on two device files;
 #   2. a byte-level Llama of 11 M parameters trains through it on this repository's text, parameters and optimizer on "nvme";
 #   3. a second run with the same settings is killed with -9 in the middle of a step, trainer and daemon both, and started

@@ -57,7 +57,8 @@ struct Cli {
 pub enum Command {
     /// Train a run; the same command resumes a run that was interrupted.
     ///
-    /// SIGTERM, SIGINT and SIGHUP end the run after the current step. Nothing is lost, and the exit status is 143, 130 or 129;
+    /// SIGTERM, SIGINT and SIGHUP end the run after the current step. Nothing is lost, and the exit status is 143, 130 or 129; a second
+    /// SIGTERM or SIGINT ends it at once, and what is only in memory is lost;
     /// status 0 means that the run is complete. SIGUSR1 makes a checkpoint after the next step.
     #[command(after_help = "Examples:
   trainer train RUN.toml

@@ -311,7 +311,7 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
         ({"config": settings("cpu", tmp_path, train_batch_size=7, gradient_accumulation_steps=2)}, "not a multiple"),
         ({"mpu": object()}, "mpu: groups of ranks are those that UlyssesSPAttentionHF"),
         ({"mesh_param": (1, 2)}, "all ranks compute the whole model"),
-        ({"config": settings("cpu", tmp_path, sequence_parallel_size=2)}, "sequence_parallel_size = 2: it must be at least 1 and divide"),
+        ({"config": settings("cpu", tmp_path, sequence_parallel_size=2)}, "sequence_parallel_size: 2: it must be at least 1 and divide"),
     ]
     for given, message in cases:
         with pytest.raises(offloadd.Error, match=message):

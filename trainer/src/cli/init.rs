@@ -52,7 +52,7 @@ pub struct InitArgs {
     /// Training data: files or directories.
     #[arg(value_name = "DATA", required = true)]
     data: Vec<PathBuf>,
-    /// Run file to write; by default the model's name with .toml. An existing file is not changed.
+    /// Run file to write; by default the name of the model's directory or file with .toml. An existing file is not changed.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Directory on a drive that keeps the state; several spread it. Without it, drives are used only if the state fits nowhere
@@ -103,7 +103,14 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
     } else {
         path.parent().expect("a file is in a directory")
     };
-    let name = dir.file_name().unwrap_or("run".as_ref());
+    // configs/models/Llama-3-8B.json is named by its file, DIR/config.json by its directory.
+    let named = path.is_file() && path.file_name() != Some("config.json".as_ref());
+    let name = if named {
+        path.file_stem()
+    } else {
+        dir.file_name()
+    };
+    let name = name.unwrap_or("run".as_ref());
     let name = name.to_string_lossy().into_owned();
     let out = (args.out.clone()).unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
     let mut draft = Draft {

@@ -39,6 +39,15 @@ pub enum TrainError {
     },
     #[error(transparent)]
     Compute(#[from] ComputeError),
+    #[error(
+        "{error}. The GPU has too little memory for this run. Less is needed with a smaller train_micro_batch_size_per_gpu (and more \
+         gradient_accumulation_steps), train.activation_checkpointing = \"full\", offload.activations = \"cpu\" or \
+         offload.gpu_resident_fraction = 0; `trainer plan RUN.toml` shows what takes how much. {kept}"
+    )]
+    GpuMemory {
+        error: Box<TrainError>,
+        kept: &'static str,
+    },
     #[error(transparent)]
     Monitor(#[from] MonitorError),
     #[error(transparent)]
@@ -93,9 +102,29 @@ impl TrainError {
         matches!(self, Self::Run(error) if error.may_follow_a_death(is_first))
     }
 
+    /// Returns whether a GPU had too little memory. Torch says so in words only.
+    fn is_out_of_gpu_memory(&self) -> bool {
+        match self {
+            Self::Run(RunError::Gpu(error)) | Self::Compute(ComputeError::Gpu(error)) => {
+                error.is_out_of_memory()
+            }
+            Self::Compute(ComputeError::Torch(error)) => {
+                error.to_string().contains("out of memory")
+            }
+            _ => false,
+        }
+    }
+
     /// Adds a remedy that depends on the run's settings.
     pub(super) fn of_run(self, settings: &RunSettings) -> Self {
         match self {
+            error if error.is_out_of_gpu_memory() => Self::GpuMemory {
+                error: Box::new(error),
+                kept: match settings.placement.has_store() {
+                    true => "The next start resumes after the last committed step",
+                    false => "The next start resumes from the newest checkpoint, if there is one",
+                },
+            },
             Self::Run(error) => Self::Run(error.of_run(settings)),
             error => error,
         }

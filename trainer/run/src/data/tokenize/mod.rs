@@ -41,6 +41,9 @@ pub(super) enum Tokenizer {
     Ids(u64),
 }
 
+/// Largest vocabulary of a model that is taken for one of bytes, with some tokens more, where no tokenizer is named.
+const BYTE_VOCAB_SIZE_MAX: u64 = 2 * BYTE_VOCAB_SIZE;
+
 /// Settings that determine a run's tokenizer.
 pub(super) struct Wanted<'a> {
     /// `data.tokenizer`: a directory, a file or "bytes"; `None` for the tokenizer in the model's directory.
@@ -133,6 +136,15 @@ impl Tokenizer {
                     key: "model.vocab_size",
                     message: format!(
                         "{}: must be at least {BYTE_VOCAB_SIZE}, because bytes are tokens",
+                        wanted.vocab_size
+                    ),
+                });
+            }
+            if wanted.tokenizer.is_none() && wanted.vocab_size > BYTE_VOCAB_SIZE_MAX {
+                return Err(DataError::Setting {
+                    key: "data.tokenizer",
+                    message: format!(
+                        "missing: the model has {} tokens, and no tokenizer.json beside it. Set it to a directory with one, or to \"bytes\" to train on bytes",
                         wanted.vocab_size
                     ),
                 });

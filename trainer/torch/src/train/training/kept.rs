@@ -62,7 +62,7 @@ impl Training {
         loop {
             if !wait.is_zero() && told.is_none_or(|told: Instant| told.elapsed() >= REMINDER) {
                 told = Some(Instant::now());
-                self.say_what_is_in_memory(step);
+                self.say_what_is_in_memory(step, was_terminated);
             }
             let goes_on = self.wait_for_retry(wait, was_terminated, stop)?;
             let began = Instant::now();
@@ -101,18 +101,25 @@ impl Training {
     }
 
     /// Says on the first rank that the state is in memory, and what to do.
-    fn say_what_is_in_memory(&self, step: u64) {
+    fn say_what_is_in_memory(&self, step: u64, was_terminated: bool) {
         let why = self.checkpointer.failure_of(step).unwrap_or_default();
         let lost = match self.checkpointer.newest_kept() {
             Some(kept) => format!("what came after step {kept}"),
             None => "all of its steps".into(),
+        };
+        let ends = match was_terminated {
+            // The second signal ends the process wherever it is.
+            true => format!("Another SIGTERM or SIGINT ends the run at once and loses {lost}"),
+            false => format!(
+                "SIGTERM or SIGINT tries a last time and ends the run; without room it loses {lost}"
+            ),
         };
         say(
             &self.shown,
             &format!(
                 "the state of step {step} is kept in memory, because its checkpoint could not be written: {why}. It is tried again every few \
                  seconds, and at once after `kill -USR1 {}`: free {} there, or move {} to another drive and leave a link in its place. \
-                 SIGTERM or SIGINT tries a last time and ends the run; without room it loses {lost}",
+                 {ends}",
                 std::process::id(),
                 ApproxBytes(self.run.plan.memory.all_bytes),
                 self.run.checkpoints.path().display()
