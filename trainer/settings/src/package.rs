@@ -62,6 +62,7 @@ pub struct PackageSettings {
     pub resident_fraction: f64,
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
+    pub activations: &'static str,
     pub shard: &'static str,
     pub moments: &'static str,
     pub commit_every: u64,
@@ -201,7 +202,7 @@ fn resolve(
     let fp32_gradients = faults.take(fp32_gradients(config));
     let steps_per_print = config.steps_per_print.map(|steps| steps.number());
     faults.take(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
-    let choices = Choices::new(own, faults);
+    let choices = Choices::new(config, faults);
     let (
         Some(Placement {
             device,
@@ -245,6 +246,7 @@ fn resolve(
         optimizer_step: choices.optimizer_step,
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
+        activations: choices.activations,
         shard: choices.shard,
         moments: choices.moments,
         commit_every: own.commit_every.unwrap_or(1),
@@ -386,6 +388,7 @@ struct Choices {
     optimizer_step: &'static str,
     resident_fraction: f64,
     gradients: Option<&'static str>,
+    activations: &'static str,
     shard: &'static str,
     moments: &'static str,
     staging_bytes: u64,
@@ -394,7 +397,7 @@ struct Choices {
 }
 
 impl Choices {
-    fn new(own: &OwnToml, faults: &mut Faults) -> Option<Self> {
+    fn new(config: &PackageToml, faults: &mut Faults) -> Option<Self> {
         fn one_of(
             faults: &mut Faults,
             key: &'static str,
@@ -404,6 +407,7 @@ impl Choices {
             let words: Vec<_> = words.iter().map(|word| (*word, *word)).collect();
             faults.take(word(key, given.as_deref(), &words))
         }
+        let own = &config.offloadd;
         // The first word is the default.
         let optimizer_step = one_of(
             faults,
@@ -423,6 +427,7 @@ impl Choices {
             &own.gradients,
             &["auto", "cpu", "nvme"],
         );
+        let activations = activations(config, faults);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
         let moments = one_of(faults, "offloadd.moments", &own.moments, &["fp32", "bf16"]);
         let resident_fraction = faults.take(fraction(
@@ -457,6 +462,7 @@ impl Choices {
             optimizer_step: optimizer_step?,
             resident_fraction: resident_fraction?.get(),
             gradients: chosen(gradients?),
+            activations: activations?,
             shard: shard?,
             moments: moments?,
             staging_bytes: staging_bytes?.unwrap_or(0),
@@ -464,6 +470,20 @@ impl Choices {
             optimizer_device: chosen(optimizer_device?),
         })
     }
+}
+
+/// Where inputs of checkpointed blocks wait. DeepSpeed's key applies if our own is absent.
+fn activations(config: &PackageToml, faults: &mut Faults) -> Option<&'static str> {
+    const KEY: &str = "offloadd.activations";
+    let own = config.offloadd.activations.as_deref();
+    let asked = config.activation_checkpointing.cpu_checkpointing == Some(true);
+    if own == Some("nvme") {
+        let message = "\"nvme\" is not supported: use \"cpu\", pinned host memory";
+        faults.0.push(value(KEY, message));
+        return None;
+    }
+    let given = own.or(asked.then_some("cpu"));
+    faults.take(word(KEY, given, &[("gpu", "gpu"), ("cpu", "cpu")]))
 }
 
 #[cfg(test)]
@@ -535,6 +555,32 @@ mod tests {
         ] {
             assert!(told.contains(part), "{part}: {told}");
         }
+    }
+
+    #[test]
+    fn inputs_of_blocks_wait_where_a_key_says() {
+        let of = |own: Value, theirs: Value| {
+            read(
+                json!({"offloadd": own, "activation_checkpointing": {"cpu_checkpointing": theirs}}),
+            )
+            .map(|found| found.activations)
+        };
+        assert_eq!(of(json!({}), json!(null)).unwrap(), "gpu");
+        assert_eq!(of(json!({}), json!(true)).unwrap(), "cpu");
+        assert_eq!(
+            of(json!({"activations": "gpu"}), json!(true)).unwrap(),
+            "gpu"
+        );
+        assert_eq!(
+            of(json!({"activations": "cpu"}), json!(false)).unwrap(),
+            "cpu"
+        );
+        let refused = |word: &str| of(json!({"activations": word}), json!(null)).unwrap_err();
+        assert!(
+            refused("nvme")
+                .contains("offloadd.activations: \"nvme\" is not supported: use \"cpu\"")
+        );
+        assert!(refused("disk").contains("offloadd.activations: \"disk\": use \"gpu\" or \"cpu\""));
     }
 
     #[test]

@@ -85,6 +85,7 @@ keys! {
         pub optimizer: OptimizerToml,
         pub scheduler: SchedulerToml,
         pub zero_optimization: ZeroToml,
+        pub activation_checkpointing: CheckpointingToml,
         pub checkpoint: CheckpointToml,
         pub offloadd: OwnToml,
     }
@@ -134,6 +135,9 @@ keys! {
         /// Where gradients wait for the update: "cpu", or "nvme", which writes and reads them once more.
         #[default("host memory if they take at most half of what is available")]
         pub gradients: Option<String>,
+        /// Where inputs of checkpointed blocks wait for their backward when a GPU computes: "gpu", or "cpu" (pinned host memory).
+        #[default("\"gpu\"")]
+        pub activations: Option<String>,
         /// Where parameters come from after their first use in a step, with several nodes: "auto" (a copy in the host memory of each
         /// node if there is room) or "all" (the ranks of all nodes).
         #[default("\"auto\"")]

@@ -236,7 +236,7 @@ const OFFLOAD: &[Key] = &[
     table("aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "one thread drives each daemon's io_uring; an operation is a whole tile"),
     table("zero_optimization.aio", "queue_depth", Used, "like aio.queue_depth; Hugging Face's documentation places the table here, where DeepSpeed ignores it").package(Unused, "as for aio"),
     table("zero_optimization.aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "as for aio"),
-    key("activation_checkpointing.cpu_checkpointing", Used, "true: block inputs are kept in host memory while a GPU computes (offload.activations = \"cpu\"); false when left out").package(Unused, "the script's checkpointing decides"),
+    key("activation_checkpointing.cpu_checkpointing", Used, "true: block inputs are kept in host memory while a GPU computes (offload.activations = \"cpu\"); false when left out").package(Used, "true: inputs of blocks that the script checkpoints are kept in host memory while a GPU computes (offloadd.activations = \"cpu\"); false when left out"),
     table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is recomputed from its input; train.activation_checkpointing says what is kept instead").package(Unused, "the script's checkpointing decides"),
 ];
 
