@@ -58,6 +58,8 @@ class Settings:
     resident_fraction: float
     # "cpu" or "nvme": where gradients lie until the update. None: in host memory if it has room.
     gradients: Optional[str]
+    # "gpu" or "cpu": where inputs of checkpointed blocks wait for their backward, if a GPU computes.
+    activations: str
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.

@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from . import _native
+from ._activations import Activations
+from ._copies import Copies
 from ._errors import Error, NotSupported
 from ._experts import Experts
 from ._forwards import Forwards, calls_of, in_backward, returned, tensors_in
@@ -71,6 +73,8 @@ class Engine:
         for cut in self.gathering.experts.cuts:
             cut.reading = self.reading
         self.gradients = Gradients(self.gathering, core)
+        # Where inputs of checkpointed blocks are moved to host memory.
+        self.activations: Optional[Activations] = None
         # Forwards of the model, or of parts of it by themselves, that have begun.
         self.passes = 0
         self.before_pass = lambda: None
@@ -90,6 +94,12 @@ class Engine:
         after = _outside_of_graphs(functools.partial(self._after_forward, units, root))
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def move_activations(self, copies: Copies) -> None:
+        """Lets inputs of checkpointed blocks wait in host memory from now on."""
+        # A graph that a script keeps holds no engine.
+        gathering, forwards = weakref.ref(self.gathering), self.forwards
+        self.activations = Activations(copies, lambda: _storages(gathering()), lambda: bool(forwards))
 
     def detach(self) -> None:
         """Takes the engine's hooks from the model, whose units are in memory or have none any more."""
@@ -130,6 +140,8 @@ class Engine:
         gathering.refuse_writes()
         gathering.release_before_pass()
         self.before_pass()
+        if self.activations is not None:
+            self.activations.begin_pass()
         pinned = any(unit.pins for unit in gathering.units)
         gathering.with_gradients = torch.is_grad_enabled()
         kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, pinned)
@@ -138,6 +150,8 @@ class Engine:
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self.forwards.pop()
+        if self.activations is not None and not self.forwards:
+            self.activations.pass_ended()
         if in_transform():
             # Its backward is its own, and asks nobody for units: they stay until the next pass.
             return output
@@ -235,6 +249,8 @@ class Engine:
         self.gradients.end_backward()
         self.core.phase(ELSEWHERE)
         self.gradients.show()
+        if self.activations is not None:
+            self.activations.backward_ended()
         self.gathering.refuse_noted()
 
     # Between passes
@@ -303,6 +319,15 @@ class Engine:
         gathering.order.forget_rest()
         if gathering.keep:
             gathering.refresh()
+
+
+def _storages(gathering: Optional[Gathering]) -> set[int]:
+    """The memory of a model's weights and buffers."""
+    if gathering is None:
+        return set()
+    with AS_TENSORS():
+        tensors = [*(unit.flat for unit in gathering.units), *gathering.model.parameters(), *gathering.model.buffers()]
+        return {one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided}
 
 
 def _before_gradient(engine: "weakref.ref[Engine]", unit: int, param: int, grad: torch.Tensor) -> None:

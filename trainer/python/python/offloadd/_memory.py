@@ -8,6 +8,7 @@ import torch
 
 from . import _offloadd
 from ._config import Settings
+from ._copies import Copies, GpuCopies
 from ._errors import Error, NotSupported
 from ._ranks import Ranks
 from ._units import Unit
@@ -169,6 +170,10 @@ class GpuDevice:
 
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
+
+    def copies(self) -> Copies:
+        """Copies to host memory and back, on a stream of their own."""
+        return GpuCopies(self.device)
 
     def shrink(self) -> None:
         """Gives back what the allocator holds, once nothing uses it."""

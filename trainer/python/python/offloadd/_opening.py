@@ -213,6 +213,14 @@ def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:
             wrap_again(param)
 
 
+def move_activations(engine: Engine, gpu: Optional[GpuDevice]) -> None:
+    """Lets inputs of checkpointed blocks wait in host memory, where a GPU computes."""
+    if gpu is None:
+        say('offloadd.activations = "cpu" has no effect: the model computes on the processor, so they are in host memory anyway')
+    elif engine.gathering.trains:
+        engine.move_activations(gpu.copies())
+
+
 def outside_of_units(model: nn.Module, units: Sequence[Unit]) -> list[torch.Tensor]:
     """The tensors in no unit: buffers, parameters that stay in memory, and what belongs to quantized ones."""
     managed, users = {id(param) for unit in units for param in unit.params}, users_of(model)

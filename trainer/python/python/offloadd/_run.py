@@ -201,6 +201,8 @@ class Run:
         self._open_content(weights, committed, begins)
         if plan.gpu is not None:
             _opening.move_to_gpu(self.engine, plan.gpu)
+        if self.settings.activations == "cpu":
+            _opening.move_activations(self.engine, plan.gpu)
         if self.engine.gathering.keep:
             self.engine.gathering.refresh()
         self._connect(begins)
@@ -401,6 +403,8 @@ class Run:
                 meetings.close()
         finally:
             self.engine.gathering.ended = True
+            if self.engine.activations is not None:
+                self.engine.activations.close()
             with contextlib.suppress(*[Error] * meetings.broken):
                 self.core.close()
             if not ranks.first_of_node and not meetings.broken:

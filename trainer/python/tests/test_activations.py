@@ -1,0 +1,319 @@
+"""Inputs of checkpointed blocks in host memory, on a stand-in of a GPU's stream of copies: the bits of plain PyTorch, and nothing is left behind."""
+
+import contextlib
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stand_in import StandIn
+from toy import Offloaded, randomize, same_gradients
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.2)
+
+    def forward(self, x, scale=None):
+        y = self.down(torch.nn.functional.silu(self.up(x)))
+        return x + self.drop(y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    """Blocks that are checkpointed, in one of several ways."""
+
+    def __init__(self, reentrant, blocks=5, width=16):
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Linear(width, width), nn.ModuleList(Block(width) for _ in range(blocks)), nn.Linear(width, 1)
+        self.reentrant, self.way = reentrant, lambda block, x: (block, x)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = checkpoint(*self.way(block, x), use_reentrant=self.reentrant)
+        return self.head(x).square().mean()
+
+
+class Moved(Offloaded):
+    """A model whose blocks' inputs wait in host memory."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.copies = StandIn()
+        self.engine.move_activations(self.copies)
+        self.pool = self.engine.activations.pool
+        self.copies.poison(self.pool)
+        model.zero_grad = lambda: (self.engine.forget_gradients(), self.core.begin_step())
+
+    def is_empty(self):
+        """Whether all buffers are back, and nothing of blocks' inputs is on the device."""
+        gc.collect()
+        return sum(one.nbytes for one in self.pool._free) == self.pool.nbytes == self.copies.pinned and self.copies.here == 0
+
+    def close(self):
+        self.engine.activations.close()
+        assert self.copies.pinned == 0
+
+
+@contextlib.contextmanager
+def pair(reentrant, **more):
+    plain = randomize(Net(reentrant, **more))
+    ours = Moved(copy.deepcopy(plain))
+    try:
+        yield plain, ours
+    finally:
+        ours.close()
+    assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction), "torch has its function again"
+
+
+def both(plain, ours, work):
+    """Does the same with both, with the same random numbers. Returns the results."""
+    state = torch.get_rng_state()
+    expected = work(plain)
+    torch.set_rng_state(state)
+    return expected, work(ours)
+
+
+def compare(plain, ours, steps=4, work=lambda model, x: model(x).backward()):
+    """Some steps of both, of which gradients are compared."""
+    for step in range(steps):
+        plain.zero_grad()
+        x = torch.randn(4, 6, 16)
+        both(plain, ours.model, lambda model: work(model, x))
+        different = same_gradients(plain, ours.take_gradients())
+        assert not different
+        if step == 1:
+            pins = ours.copies.pins
+    assert steps < 2 or ours.copies.pins == pins, "buffers were made again"
+    assert ours.copies.left and ours.is_empty()
+
+
+def twice(model, x):
+    """Two micro-batches, each with its backward."""
+    model(x[:2]).backward(), model(x[2:]).backward()
+
+
+def together(model, x):
+    """One backward of two forwards."""
+    (model(x[:2]) + model(x[2:])).backward()
+
+
+def crossed(model, x):
+    """The first forward's backward comes last."""
+    first, second = model(x[:2]), model(x[2:])
+    second.backward(), first.backward()
+
+
+def again(model, x):
+    """Two backward passes through one graph."""
+    loss = model(x)
+    loss.backward(retain_graph=True), loss.backward()
+
+
+def evaluated(model, x):
+    """An evaluation between a forward and its backward."""
+    loss = model(x)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.train()
+    loss.backward()
+
+
+def abandoned(model, x):
+    """Losses that nobody uses."""
+    model(x), model(x[:1])
+    model(x).backward()
+
+
+def interrupted(model, x):
+    """Forwards and backwards that fail in the middle."""
+    fails = []
+
+    def fail(*_):
+        if fails:
+            raise ValueError(fails.pop())
+
+    handles = [model.blocks[3].up.register_forward_hook(fail), model.blocks[1].up.register_full_backward_hook(fail)]
+    fails.append("forward")
+    with pytest.raises(ValueError, match="forward"):
+        model(x)
+    # The forward of a backward fails.
+    loss = model(x)
+    fails.append("backward")
+    with pytest.raises(ValueError, match="backward"):
+        loss.backward()
+    del loss
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    model(x).backward()
+
+
+def lengths(model, x):
+    """Sequences of many lengths."""
+    for length in (1, 6, 3, 5, 2):
+        model(x[:, :length]).backward()
+
+
+WAYS = [twice, together, crossed, again, evaluated, abandoned, interrupted, lengths]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_gradients_have_the_bits_of_plain_pytorch_and_nothing_stays(reentrant, way):
+    with pair(reentrant) as (plain, ours):
+        compare(plain, ours, work=way)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inputs_leave_during_the_next_block_and_come_one_block_ahead(reentrant):
+    with pair(reentrant, blocks=8) as (_, ours):
+        model, activations, told, inputs = ours.model, ours.engine.activations, [], []
+        leave, bring = ours.copies.leave, ours.copies.bring
+        ours.copies.leave = lambda one, buffer: told.append("leaves") or leave(one, buffer)
+        ours.copies.bring = lambda buffer, form: told.append("comes") or bring(buffer, form)
+
+        def begins(block, args):
+            told.append("block")
+            inputs.append(weakref.ref(args[0].untyped_storage()))
+            here.append(sum(one() is not None for one in inputs))
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(begins)
+        here = []
+        loss = model(torch.randn(4, 6, 16))
+        # The last block's input does not leave: its backward is the first.
+        assert told == ["block", *["leaves", "block"] * 7]
+        # That of the block, and the one that leaves.
+        assert max(here) == 2 and sum(one() is not None for one in inputs) == 1
+        told.clear(), here.clear(), inputs.clear()
+        loss.backward()
+        assert told == [*["comes", "block"] * 7, "block"]
+        assert max(here) <= 2 and ours.copies.here_max == 2 * 4 * 6 * 16 * 4
+        assert activations.moved_bytes == 7 * 4 * 6 * 16 * 4
+        ours.take_gradients()
+
+
+# What a block gets beside its input, and whether its inputs leave.
+def shared_scale(model):
+    scale = (model.embed.weight[0] * 2).square()
+    return lambda block, x: (block, x, scale)
+
+
+def a_weight(model):
+    return lambda block, x: ((lambda x, weight: block(x) @ weight), x, model.embed.weight)
+
+
+def a_view_of_a_weight(model):
+    return lambda block, x: ((lambda x, weight: block(x) * weight), x, model.embed.weight[1])
+
+
+def a_weight_of_another_module(model):
+    other = nn.Parameter(torch.ones(16))
+    return lambda block, x: ((lambda x, scale: block(x, scale)), x, other.view(16))
+
+
+def rows_apart(model):
+    """Inputs that are not dense."""
+    return lambda block, x: (block, torch.cat([x, x], -1)[..., ::2])
+
+
+def transposed(model):
+    return lambda block, x: (block, x.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+def in_half(model):
+    """Inputs that are parts of a larger tensor."""
+    return lambda block, x: ((lambda a, b: torch.cat([block(a), block(b)])), x[:2], x[2:])
+
+
+def with_a_graph_of_its_own(model):
+    """A block that computes a gradient in its forward."""
+
+    def run(block, x):
+        with torch.enable_grad():
+            y = block(x.detach().requires_grad_()).square().sum()
+            found = torch.autograd.grad(y, [y])[0]
+        return block(x) * found
+
+    return lambda block, x: (functools.partial(run, block), x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "way, moves",
+    [
+        *((way, True) for way in (shared_scale, transposed, in_half, with_a_graph_of_its_own)),
+        *((way, False) for way in (a_weight, a_view_of_a_weight, a_weight_of_another_module, rows_apart)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_only_what_is_no_weight_leaves(reentrant, way, moves):
+    def work(model, x):
+        model.way = way(model)
+        model(x).backward()
+
+    with pair(reentrant) as (plain, ours):
+        if moves:
+            compare(plain, ours, work=work)
+            return
+        x = torch.randn(4, 6, 16)
+        both(plain, ours.model, lambda model: work(model, x))
+        different = same_gradients(plain, ours.take_gradients())
+        assert not different and not ours.copies.left and not ours.copies.pins
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_change_in_place_is_refused_as_plain_pytorch_refuses_it(reentrant):
+    def work(model, x, change):
+        inputs = []
+        handle = model.blocks[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        loss = model(x)
+        handle.remove()
+        with torch.no_grad():
+            change(inputs[0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
+
+    with pair(reentrant) as (plain, ours):
+        for change in (torch.Tensor.zero_, lambda one: one[0].add_(1), lambda one: one.detach().mul_(2)):
+            both(plain, ours.model, lambda model: work(model, torch.randn(4, 6, 16), change))
+        ours.engine.forget_gradients()
+        assert ours.copies.left and ours.is_empty()
+
+
+def test_hooks_of_others_and_passes_without_gradients_are_left_alone():
+    with pair(False) as (plain, ours):
+        x = torch.randn(4, 6, 16)
+        with torch.no_grad():
+            both(plain, ours.model, lambda model: model(x))
+        for context in (torch.autograd.graph.save_on_cpu(), torch.autograd.graph.disable_saved_tensors_hooks("no hooks")):
+            with contextlib.suppress(RuntimeError), context:
+                ours.model(x)
+        assert not ours.copies.pins
+        x.requires_grad_()
+        nested = lambda model: checkpoint(model, x, use_reentrant=False).backward()
+        both(plain, ours.model, nested)
+        assert not same_gradients(plain, ours.take_gradients())
+        assert ours.is_empty()
+
+
+def test_a_script_hears_once_that_its_blocks_are_not_checkpointed(capsys):
+    with pair(False) as (_, ours):
+        forward = Block.forward
+        for _ in range(2):
+            x = torch.randn(4, 6, 16)
+            for block in ours.model.blocks:
+                x = forward(block, x)
+            ours.model.head(x).sum().backward()
+            ours.take_gradients()
+        assert capsys.readouterr().err.count("no input of a checkpointed block left the GPU: call model.gradient_checkpointing_enable()") == 1
