@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import offloadd.optim
+from offloadd._config import settings_of
 from stand_in import StandIn
+from test_runs import config, needs_daemon
 from toy import Offloaded, randomize, same_gradients
 
 
@@ -80,7 +83,7 @@ def both(plain, ours, work):
     return expected, work(ours)
 
 
-def compare(plain, ours, steps=4, work=lambda model, x: model(x).backward()):
+def compare(plain, ours, steps=3, work=lambda model, x: model(x).backward()):
     """Some steps of both, of which gradients are compared."""
     for step in range(steps):
         plain.zero_grad()
@@ -171,6 +174,9 @@ WAYS = [twice, together, crossed, again, evaluated, abandoned, interrupted, leng
 def test_gradients_have_the_bits_of_plain_pytorch_and_nothing_stays(reentrant, way):
     with pair(reentrant) as (plain, ours):
         compare(plain, ours, work=way)
+        if way is lengths:
+            # The first input of the last block stays where it is.
+            assert len(ours.pool._free) == 4
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -239,6 +245,8 @@ def with_a_graph_of_its_own(model):
     """A block that computes a gradient in its forward."""
 
     def run(block, x):
+        # Nothing but a block's inputs passes hooks.
+        assert not model.reentrant or torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         with torch.enable_grad():
             y = block(x.detach().requires_grad_()).square().sum()
             found = torch.autograd.grad(y, [y])[0]
@@ -271,24 +279,44 @@ def test_only_what_is_no_weight_leaves(reentrant, way, moves):
         assert not different and not ours.copies.left and not ours.copies.pins
 
 
+def after_the_forward(model, inputs, change):
+    """A change of a block's input that the script still has."""
+    model.blocks[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    return lambda: change(inputs[0])
+
+
+def while_it_leaves(model, inputs, change):
+    """A change through an alias, while the next block runs."""
+    model.blocks[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    model.blocks[2].register_forward_pre_hook(lambda *_: [change(one) for one in inputs] and None)
+    return lambda: None
+
+
+def of_another_argument(model, inputs, change):
+    """A change of an argument that stays."""
+    inputs.append(torch.ones(16))
+    model.way = lambda block, x: (block, x, inputs[0])
+    return lambda: change(inputs[0])
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_change_in_place_is_refused_as_plain_pytorch_refuses_it(reentrant):
+@pytest.mark.parametrize("when", [after_the_forward, while_it_leaves, of_another_argument], ids=lambda when: when.__name__)
+def test_a_change_in_place_is_refused_as_plain_pytorch_refuses_it(reentrant, when):
     def work(model, x, change):
         inputs = []
-        handle = model.blocks[1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        changes = when(model, inputs, change)
         loss = model(x)
-        handle.remove()
         with torch.no_grad():
-            change(inputs[0])
+            changes()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        inputs.clear()
         model.zero_grad()
 
-    with pair(reentrant) as (plain, ours):
-        for change in (torch.Tensor.zero_, lambda one: one[0].add_(1), lambda one: one.detach().mul_(2)):
+    for change in (lambda one: one.zero_(), lambda one: one[0].add_(1), lambda one: one.detach().mul_(2)):
+        with pair(reentrant) as (plain, ours):
             both(plain, ours.model, lambda model: work(model, torch.randn(4, 6, 16), change))
-        ours.engine.forget_gradients()
-        assert ours.copies.left and ours.is_empty()
+            assert ours.copies.left and ours.is_empty()
 
 
 def test_hooks_of_others_and_passes_without_gradients_are_left_alone():
@@ -317,3 +345,73 @@ def test_a_script_hears_once_that_its_blocks_are_not_checkpointed(capsys):
             ours.model.head(x).sum().backward()
             ours.take_gradients()
         assert capsys.readouterr().err.count("no input of a checkpointed block left the GPU: call model.gradient_checkpointing_enable()") == 1
+
+
+def family(name):
+    """A tiny model of transformers, and how a step computes its loss."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    llama = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=4, vocab_size=99)
+    config = {
+        "Llama": lambda: transformers.LlamaConfig(attention_dropout=0.1, **llama),
+        "GPT2": lambda: transformers.GPT2Config(n_embd=32, n_layer=4, n_head=2, vocab_size=99, n_positions=16),
+        "Bert": lambda: transformers.BertConfig(is_decoder=True, **llama),
+        "T5": lambda: transformers.T5Config(d_model=32, d_ff=64, d_kv=16, num_layers=3, num_heads=2, vocab_size=99, decoder_start_token_id=0),
+    }[name]()
+    classes = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel", "Bert": "BertLMHeadModel", "T5": "T5ForConditionalGeneration"}
+    torch.manual_seed(0)
+    return getattr(transformers, classes[name])(config).train()
+
+
+def compare_family(plain, reentrant, **inputs):
+    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    ours = Moved(copy.deepcopy(plain))
+    try:
+        for _ in range(2):
+            plain.zero_grad()
+            ids = torch.randint(99, (2, 9))
+            losses = both(plain, ours.model, lambda model: [loss := model(input_ids=ids, labels=ids, **inputs).loss, loss.backward()][0].item())
+            different = same_gradients(plain, ours.take_gradients())
+            assert losses[0] == losses[1] and not different
+        assert ours.copies.left >= 6 and ours.is_empty()
+    finally:
+        ours.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert", "T5"])
+def test_families_of_transformers_have_the_bits_of_plain_pytorch(name, reentrant):
+    # With dropout, and with a cache that checkpointing switches off.
+    compare_family(family(name), reentrant, **{"use_cache": True} if name != "Bert" else {})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_adapters_beside_a_frozen_model_have_the_bits_of_plain_pytorch(reentrant):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
+    model = family("Llama")
+    model.enable_input_require_grads()
+    compare_family(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)), reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_compiled_blocks_have_the_bits_of_plain_pytorch(reentrant):
+    torch._dynamo.reset()
+    with pair(reentrant, blocks=3) as (plain, ours):
+        for model in (plain, ours.model):
+            model.eval()
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        compare(plain, ours, steps=2)
+
+
+@needs_daemon
+def test_on_a_processor_the_key_says_that_it_has_no_effect(tmp_path, capsys):
+    model = Net(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path, activations="cpu"), run_dir=tmp_path / "run") as run:
+        assert run.engine.activations is None
+    assert 'offloadd.activations = "cpu" has no effect' in capsys.readouterr().err
+    for wrong in ("nvme", "disk"):
+        with pytest.raises(offloadd.Error, match="offloadd.activations"):
+            settings_of({"offloadd": {"activations": wrong}})
+    with pytest.raises(offloadd.Error, match="options has activations"):
+        offloadd.optim.AdamW(model.parameters(), options={"activations": "cpu"})

@@ -93,29 +93,35 @@ def test_two_ranks_with_gpus_have_the_bits_of_two_without(fake, tmp_path):
         expected = of(None)
         found = of("cuda:0", start=functools.partial(start, fake))
         assert not [one for one in (*expected, *found) if isinstance(one, Exception)]
-        for (losses, norms, weights, ahead), (plain_losses, plain_norms, plain_weights, _) in zip(found, expected):
-            assert ahead > 0 and losses == plain_losses and norms == pytest.approx(plain_norms, rel=1e-6)
+        for (losses, norms, weights, ahead, left), (plain_losses, plain_norms, plain_weights, *_) in zip(found, expected):
+            assert ahead > 0 and left > 0 and losses == plain_losses and norms == pytest.approx(plain_norms, rel=1e-6)
             assert all(torch.equal(weights[name], value) for name, value in plain_weights.items())
 
 
 def work_of_gpus(rank, ranks, path, dtype, gpu):
-    """Losses, norms and weights of a model of which each rank has some tiles, in two micro-batches a step."""
+    """Losses, norms and weights of a model of which each rank has some tiles, in two micro-batches a step. On a GPU, inputs of checkpointed layers leave."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(4)), torch.nn.Linear(400, 1)).to(dtype)
     model[1].requires_grad_(False)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     losses, norms = [], []
-    with offloadd.prepare(model, optimizer, config("cpu", path, compute_device=gpu, units=["Linear"]), run_dir=path / "run") as run:
+    own = {"compute_device": gpu, "units": ["Linear"], "activations": "cpu" if gpu else "gpu"}
+    with offloadd.prepare(model, optimizer, config("cpu", path, **own), run_dir=path / "run") as run:
         for _ in range(3):
             for _ in range(2):
-                loss = model(torch.randn(4, 400, generator=generator).to(dtype)).square().mean()
+                x = torch.randn(4, 400, generator=generator).to(dtype)
+                if gpu:
+                    for layer in model:
+                        x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                loss = (x if gpu else model(x)).square().mean()
                 loss.backward()
                 losses.append(loss.item())
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
             optimizer.step()
             optimizer.zero_grad()
-        return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead
+        left = run.engine.activations.copies.left if gpu else 0
+        return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead, left
 
 
 @needs_daemon

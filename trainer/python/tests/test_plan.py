@@ -204,6 +204,20 @@ def test_planned_activations_are_those_that_a_forward_keeps(name):
     assert inputs.kept_bytes < planned.kept_bytes and inputs.peak_bytes < planned.peak_bytes
 
 
+def test_planned_activations_fall_by_the_inputs_that_wait_in_host_memory():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    model = family(transformers, "Llama", torch.float32, "meta")
+    units, _ = units_of(model, None)
+    stay, moved = (trace(model, units, (2, 480), trains=True, checkpoints=True, moves=moves) for moves in (False, True))
+    one = 2 * 480 * 64 * 4
+    # Of four inputs the last one stays. Buffers are whole pages, here of an eighth more.
+    assert moved.moved_bytes == 3 * one and 3 * one <= moved.moved_host_bytes <= 3.4 * one
+    assert stay.kept_bytes - moved.kept_bytes == 3 * one
+    # At the highest moment, in the last block's backward, one has come.
+    assert stay.peak_bytes - moved.peak_bytes == 2 * one
+    assert stay.moved_bytes == stay.moved_host_bytes == 0
+
+
 def test_planned_gradients_leave_with_their_unit():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
     model = family(transformers, "Llama", torch.float32, "meta")
@@ -229,6 +243,12 @@ PLANNED = {
         "buffers of gradients ",
         "what is computed ",
         " without it",
+    ),
+    # Three inputs of 2 x 16 x 64 numbers in bf16.
+    "--seq-len 16 --batch 2 --activations cpu": (
+        ", inputs of blocks 12.0 KiB",
+        "with gradient checkpointing and inputs of blocks in host memory, 2 x 16 tokens: weights ",
+        ", inputs of blocks of 12.0 KiB each way",
     ),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),

@@ -151,9 +151,10 @@ class Net(nn.Module):
             self.blocks.append(Block(width, self.blocks[0] if number == 2 else None))
         self.head = nn.Linear(width, 1)
 
-    def forward(self, x, order=None):
+    def forward(self, x, order=None, checkpointing=False):
         for number in order if order is not None else range(len(self.blocks)):
-            x = self.blocks[number](x)
+            block = self.blocks[number]
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if checkpointing else block(x)
         return self.head(x).sum()
 
 

@@ -42,6 +42,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
     plan.add_argument("--batch", type=positive, default=1, help="sequences that are computed together (%(default)s)")
+    plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -87,7 +88,8 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise Error(f"--nvme belongs to a plan without a configuration: {given.config} has zero_optimization.offload_param.nvme_path")
     else:
         settings = settings_of(given.config, schedules=False)
-    settings = dataclasses.replace(settings, rule=(settings.optimizer or {}).get("type", settings.rule))
+    rule, activations = (settings.optimizer or {}).get("type", settings.rule), given.activations or settings.activations
+    settings = dataclasses.replace(settings, rule=rule, activations=activations)
     if (given.model is None) == (given.params is None):
         raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
     with torch.device("meta"):
@@ -98,15 +100,15 @@ def _plan(given: argparse.Namespace) -> Plan:
     if given.seq_len is not None and not given.model:
         raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
     # Before layers are cut, whose code needs values then.
-    of_step = (
-        None if given.seq_len is None else computed(model, units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len), trains)
-    )
+    before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len)
+    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu")
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.
     in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart)[0] if settings.parameters_stay else units
     on_bus = 0 if of_step is None or settings.parameters_stay else sum(weights_on_bus(units, trains))
-    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), in_tiles, bus_bytes=on_bus, on_gpu=of_step is not None)
+    directory, moved = (given.run_dir or settings.run_dir or settings.default_dir).absolute(), of_step.moved_host_bytes if of_step is not None else 0
+    plan = Plan(settings, directory, in_tiles, bus_bytes=on_bus, on_gpu=of_step is not None, activation_bytes=moved)
     if of_step is not None:
         plan.more = gpu_plan(of_step, units, modules, trains, settings.parameters_stay).lines()
     if plan.problems:

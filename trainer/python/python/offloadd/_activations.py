@@ -187,7 +187,6 @@ class Activations:
             if packed.one._version != packed.version:
                 raise RuntimeError(_CHANGED.format(tuple(packed.one.shape)))
             return packed.one
-        self.pass_ended()
         found, before = packed.take(), packed.inputs.before and packed.inputs.before()
         for one in before.each() if before is not None else ():
             one.bring()

@@ -25,6 +25,11 @@ class Computed:
     kept: "Traced | str"
 
     @property
+    def moved_host_bytes(self) -> int:
+        """Host memory of inputs of checkpointed blocks."""
+        return self.least.moved_host_bytes if isinstance(self.least, Traced) else 0
+
+    @property
     def least(self) -> "Traced | str":
         return self.kept if self.checkpointed is None or isinstance(self.checkpointed, str) else self.checkpointed
 
@@ -44,6 +49,12 @@ class GpuPlan:
         """The highest sum of a step that computes so much; None where that is unknown."""
         return self.weight_bytes + self.gradient_bytes + traced.peak_bytes if isinstance(traced, Traced) else None
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of inputs of checkpointed blocks that leave the GPU and come back."""
+        found = self.computed.least
+        return found.moved_bytes if isinstance(found, Traced) else 0
+
     def lines(self) -> list[str]:
         """For people."""
         computed = self.computed
@@ -57,6 +68,7 @@ class GpuPlan:
         else:
             parts += self._parts(found)
             how = "" if found is computed.kept else " with gradient checkpointing"
+            how += " and inputs of blocks in host memory" if found.moved_bytes else ""
             without = self.total_bytes(computed.kept) if how else None
             more = f"; {bytes_text(without)} without it" if without is not None else ""
             lines = [f"gpu       {bytes_text(total)}{how}, {computed.sequences} x {computed.seq_len} tokens: {', '.join(parts)}{more}"]
@@ -64,7 +76,8 @@ class GpuPlan:
             forward, backward, gradients = self.bus_bytes
             back = f", gradients of {bytes_text(gradients)} from it" if gradients else ""
             of = f" (forward {bytes_text(forward)}, backward {bytes_text(backward)})" if backward else ""
-            lines.append(f"bus       weights of {bytes_text(forward + backward)} to the GPU{of}{back}")
+            moved = f", inputs of blocks of {bytes_text(self.moved_bytes)} each way" if self.moved_bytes else ""
+            lines.append(f"bus       weights of {bytes_text(forward + backward)} to the GPU{of}{back}{moved}")
         return lines
 
     @staticmethod
@@ -76,9 +89,10 @@ class GpuPlan:
         return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
 
 
-def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool) -> Computed:
-    """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length."""
-    return Computed(*shape, _traced(model, units, shape, True, checkpoints=True) if trains else None, _traced(model, units, shape, trains))
+def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False) -> Computed:
+    """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
+    blocks wait in host memory."""
+    return Computed(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
 
 
 def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
@@ -104,8 +118,8 @@ def _scale_bytes(units: Sequence[Unit]) -> int:
     return sum(shape.numel() // 64 * 4 for param, shape in shapes if shape is not None and param.numel() < shape.numel())
 
 
-def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False) -> "Traced | str":
+def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> "Traced | str":
     try:
-        return trace(model, units, shape, trains, checkpoints)
+        return trace(model, units, shape, trains, checkpoints, moves)
     except Error as error:
         return str(error)

@@ -42,6 +42,7 @@ class Plan:
         tile_elems: Optional[int] = None,
         bus_bytes: int = 0,
         on_gpu: bool = False,
+        activation_bytes: int = 0,
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
@@ -53,7 +54,9 @@ class Plan:
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
-        self.host_bytes = self.figures["host_bytes"]
+        # Inputs of checkpointed blocks, where they are planned, wait in host memory beside the tiles.
+        self.activation_bytes = activation_bytes
+        self.host_bytes = self.figures["host_bytes"] + activation_bytes
         self._bus_bytes = bus_bytes
         # Lines for people about what else is planned.
         self.more: list[str] = []
@@ -99,7 +102,8 @@ class Plan:
         place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
         lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
         advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
-        return [f"tiles take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}"]
+        what = "tiles and inputs of blocks" if self.activation_bytes else "tiles"
+        return [f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}"]
 
     @property
     def bound_s(self) -> float:
@@ -123,7 +127,8 @@ class Plan:
             f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of {f['tile_elems']} elements",
             f"host      {bytes_text(self.host_bytes)}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
             f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}"
-            + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else ""),
+            + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else "")
+            + (f", inputs of blocks {bytes_text(self.activation_bytes)}" if self.activation_bytes else ""),
         ]
         if self.host_available_bytes is not None:
             lines[-1] += f"; {bytes_text(self.host_available_bytes)} available"

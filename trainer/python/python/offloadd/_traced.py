@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ._activations import Activations
+from ._copies import Form
 from ._errors import Error
 from ._units import Unit
 
@@ -37,26 +40,62 @@ class Traced:
     # What the forward leaves for the backward, and the keys and values that it leaves for the next token.
     kept_bytes: int
     cache_bytes: int
+    # Inputs of checkpointed blocks that leave the GPU and come back, and the host memory that they take.
+    moved_bytes: int = 0
+    moved_host_bytes: int = 0
 
 
-def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False) -> Traced:
-    """Runs a step with inputs of `shape`, sequences and their length; with `checkpoints` blocks keep their inputs alone. The model and its
-    units are on the meta device. Raises `Error` where the model's code needs values."""
+def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> Traced:
+    """Runs a step with inputs of `shape`, sequences and their length; with `checkpoints` blocks keep their inputs alone, and with `moves` in host
+    memory. The model and its units are on the meta device. Raises `Error` where the model's code needs values."""
     try:
-        with _checkpointing(model, checkpoints):
-            return _traced(model.train(trains), units, shape, trains)
+        with _checkpointing(model, checkpoints), _moving(moves) as activations:
+            return _traced(model.train(trains), units, shape, trains, activations)
     except Error:
         raise
     except Exception as error:
         raise Error(f"{type(model).__name__} does not run without memory ({type(error).__name__}: {str(error).splitlines()[0]})") from error
 
 
-def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool) -> Traced:
+class _NoCopies:
+    """Tensors without memory leave and come back."""
+
+    device = torch.device("meta")
+
+    def pin(self, size: int) -> Any:
+        return types.SimpleNamespace(nbytes=size)
+
+    def unpin(self, buffer: Any) -> None:
+        pass
+
+    def leave(self, one: torch.Tensor, buffer: Any) -> Any:
+        return self
+
+    def bring(self, buffer: Any, form: Form) -> tuple[torch.Tensor, Any]:
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta"), self
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _moving(wanted: bool) -> Iterator[Optional[Activations]]:
+    activations = Activations(_NoCopies(), set, bool) if wanted else None
+    try:
+        yield activations
+    finally:
+        if activations is not None:
+            activations.close()
+
+
+def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, activations: Optional[Activations] = None) -> Traced:
     ids = torch.zeros(shape, dtype=torch.long, device="meta")
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
     live = _Live([ids, *model.parameters(), *model.buffers()], vocabulary)
     with _gradients_leave(units), torch.set_grad_enabled(trains), _fused_attention(), live:
         out, cache_bytes = model(input_ids=ids, **_inputs(model, ids, trains)), 0
+        if activations is not None:
+            activations.pass_ended()
         if trains:
             loss = _loss(out)
             # Loops keep the loss alone.
@@ -65,7 +104,8 @@ def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tra
             loss.backward()
         else:
             kept_bytes, cache_bytes = live.now, _cache_bytes(getattr(out, "past_key_values", None))
-    return Traced(live.peak, live.logits_at_peak, kept_bytes, cache_bytes)
+    moved = (0, 0) if activations is None else (activations.moved_bytes, activations.pool.nbytes)
+    return Traced(live.peak, live.logits_at_peak, kept_bytes, cache_bytes, *moved)
 
 
 def _inputs(model: nn.Module, ids: torch.Tensor, trains: bool) -> dict[str, Any]:

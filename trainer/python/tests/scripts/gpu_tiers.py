@@ -38,7 +38,7 @@ def train(dtype, gradients, device, **own):
         for step in range(6):
             for part in range(1 + step % 2):
                 x = torch.randn(4, 8, generator=generator).to(dtype)
-                loss = model(x, order=[3, 1, 5] if step == 3 else None).square()
+                loss = model(x, order=[3, 1, 5] if step == 3 else None, checkpointing="activations" in own).square()
                 loss.backward()
                 found.append(loss.detach())
                 with torch.no_grad(), run.gathered() if step == 2 else contextlib.nullcontext():
@@ -55,6 +55,8 @@ def train(dtype, gradients, device, **own):
         # The order of the last passes is a known one: it is announced at once, units come ahead.
         found += [value.clone() for value in model.state_dict().values()]
         ahead = run.engine.gathering.memory.ahead
+        if "activations" in own:
+            assert run.engine.activations.copies.left == run.engine.activations.copies.came == 30, "inputs of blocks did not leave"
     return found, ahead
 
 
@@ -91,9 +93,11 @@ for dtype, gradients in cases:
     for device, step, updates in (
         ("none", "deferred", "auto"), ("cpu", "immediate", "auto"), ("cpu", "deferred", "gpu"), ("cpu", "deferred", "cpu"), ("nvme", "deferred", "auto"),
     ):  # fmt: skip
+        # The state on a drive, and inputs of blocks in host memory.
+        away = {"activations": "cpu"} if (device, step) in (("none", "deferred"), ("nvme", "deferred")) else {}
         if device == "nvme" and (dtype, gradients) != cases[1]:
             continue
-        found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, compute_device="cuda:0")
+        found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, compute_device="cuda:0", **away)
         assert ahead > 0, "the processor's path ran"
         # Norms are summed in another order.
         same = [torch.equal(a, b) or a.dim() == 0 and torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, found)]
