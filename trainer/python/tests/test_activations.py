@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-import gc
+import types
 import weakref
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offloadd.optim
 from offloadd._config import settings_of
+from offloadd._copies import Form, GpuCopies
 from stand_in import StandIn
 from test_runs import config, needs_daemon
 from toy import Offloaded, randomize, same_gradients
@@ -55,8 +56,7 @@ class Moved(Offloaded):
         model.zero_grad = lambda: (self.engine.forget_gradients(), self.core.begin_step())
 
     def is_empty(self):
-        """Whether all buffers are back, and nothing of blocks' inputs is on the device."""
-        gc.collect()
+        """Whether all buffers are back, without the collector of cycles, and nothing of blocks' inputs is on the device."""
         return sum(one.nbytes for one in self.pool._free) == self.pool.nbytes == self.copies.pinned and self.copies.here == 0
 
     def close(self):
@@ -161,9 +161,9 @@ def interrupted(model, x):
 
 
 def lengths(model, x):
-    """Sequences of many lengths."""
+    """Sequences of many lengths, of a page and more."""
     for length in (1, 6, 3, 5, 2):
-        model(x[:, :length]).backward()
+        model(x[:, :length].repeat(16, 1, 1)).backward()
 
 
 WAYS = [twice, together, crossed, again, evaluated, abandoned, interrupted, lengths]
@@ -415,3 +415,48 @@ def test_on_a_processor_the_key_says_that_it_has_no_effect(tmp_path, capsys):
             settings_of({"offloadd": {"activations": wrong}})
     with pytest.raises(offloadd.Error, match="options has activations"):
         offloadd.optim.AdamW(model.parameters(), options={"activations": "cpu"})
+
+
+def test_a_gpus_copies_wait_for_each_other_and_pin_what_they_use(monkeypatch):
+    told, pinned = [], {}
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event):
+            told.append(f"{self.name} waits for {event}")
+
+        def record_event(self):
+            return "copy"
+
+        def synchronize(self):
+            told.append("all copies end")
+
+    cuda = types.SimpleNamespace(cudaError=types.SimpleNamespace(success=0), cudaHostUnregister=pinned.pop)
+    cuda.cudaHostRegister = lambda address, size, _: int(size > 1 << 20) or pinned.update({address: size}) or 0
+    streams = iter([Stream("compute"), Stream("other")])
+    now = next(streams)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    copies = GpuCopies(torch.device("cpu"))
+    one = torch.randn(3, 5, dtype=torch.bfloat16).t()
+    buffer = copies.pin(4096)
+    assert list(pinned.values()) == [4096]
+    copies.leave(one, buffer).wait()
+    assert told == ["copies waits for compute", "compute waits for copy"]
+    back, copy = copies.bring(buffer, Form.of(one))
+    assert torch.equal(back, one) and back.stride() == one.stride() and back.dtype == one.dtype
+    told.clear()
+    now = next(streams)
+    copy.wait()
+    assert told == ["compute waits for copy", "other waits for copy"], "the memory is of the first stream, its user may be on another one"
+    copies.unpin(buffer)
+    assert not pinned and told[-1] == "all copies end"
+    with pytest.raises(offloadd.Error, match="cannot be pinned"):
+        copies.pin(2 << 20)

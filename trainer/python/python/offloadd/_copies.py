@@ -146,12 +146,9 @@ class GpuCopies:
             buffer = _Pinned(size)
         except (OSError, ValueError) as error:
             raise Error(f"{size} bytes of host memory for inputs of blocks: {error}: leave offloadd.activations out, or take shorter sequences") from None
-        code = torch.cuda.cudart().cudaHostRegister(buffer.tensor.data_ptr(), size, 0)
-        if int(code) != 0:
-            raise Error(
-                f"{size} bytes of host memory for inputs of blocks cannot be pinned (CUDA error {int(code)}): leave offloadd.activations out, or take shorter "
-                "sequences"
-            )
+        cuda = torch.cuda.cudart()
+        if cuda.cudaHostRegister(buffer.tensor.data_ptr(), size, 0) != cuda.cudaError.success:
+            raise Error(f"{size} bytes of host memory for inputs of blocks cannot be pinned: leave offloadd.activations out, or take shorter sequences")
         return buffer
 
     def unpin(self, buffer: _Pinned) -> None:
