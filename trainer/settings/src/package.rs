@@ -63,6 +63,8 @@ pub struct PackageSettings {
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
     pub activations: &'static str,
+    /// `None` computes the logits of all tokens at once.
+    pub loss_chunk_tokens: Option<u64>,
     pub shard: &'static str,
     pub moments: &'static str,
     pub commit_every: u64,
@@ -247,6 +249,7 @@ fn resolve(
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
         activations: choices.activations,
+        loss_chunk_tokens: own.loss_chunk_tokens,
         shard: choices.shard,
         moments: choices.moments,
         commit_every: own.commit_every.unwrap_or(1),
@@ -443,6 +446,7 @@ impl Choices {
         for (key, number) in [
             ("offloadd.commit_every", own.commit_every),
             ("offloadd.update_threads", own.update_threads),
+            ("offloadd.loss_chunk_tokens", own.loss_chunk_tokens),
         ] {
             faults.take(at_least(key, number.unwrap_or(1), 1));
         }
