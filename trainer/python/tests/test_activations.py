@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadd.optim
+from offloadd._activations import _open
 from offloadd._config import settings_of
 from offloadd._copies import Form, GpuCopies
 from stand_in import StandIn
@@ -77,8 +78,11 @@ def pair(reentrant, **more):
 
 def both(plain, ours, work):
     """Does the same with both, with the same random numbers. Returns the results."""
-    state = torch.get_rng_state()
+    state, opened = torch.get_rng_state(), list(_open)
+    # Of models that are not prepared, inputs leave too.
+    _open.clear()
     expected = work(plain)
+    _open.extend(opened)
     torch.set_rng_state(state)
     return expected, work(ours)
 
