@@ -44,7 +44,12 @@ fn main() {
         tile_count * TILE_ELEMS / 1_000_000
     );
     println!("master             set      threads  Gparam/s   GB/s  bytes/param");
-    let masters = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
+    let masters = [
+        Master::SplitBf16,
+        Master::Bf16,
+        Master::Fp32,
+        Master::Fp16WholeMaster,
+    ];
     let rules = [UpdateRule::AdamW, UpdateRule::Lion];
     let moments = [Moments::Fp32, Moments::Bf16];
     let formats = rules.iter().flat_map(|rule| {
@@ -169,7 +174,7 @@ impl Buffers {
         let mut grad = AlignedBytes::zeroed(TILE_ELEMS * master.grad_bytes());
         // About 1e-3 in each format: moments stay clear of denormals, which would be timed instead.
         let pattern: &[u8] = match master {
-            Master::SplitBf16 => &[0x83, 0x3A],
+            Master::SplitBf16 | Master::Bf16 => &[0x83, 0x3A],
             Master::Fp32 => &[0x6F, 0x12, 0x83, 0x3A],
             Master::Fp16WholeMaster => &[0x19, 0x14],
         };

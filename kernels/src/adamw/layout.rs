@@ -28,11 +28,14 @@ pub enum UpdateRule {
     Lion,
 }
 
-/// Storage of a parameter's fp32 master beside its moments.
+/// Storage of a parameter's master beside its moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Master {
     /// The bf16 parameter is the upper half of the master; the state begins with the i16 residual. Gradients are bf16.
     SplitBf16,
+    /// The bf16 parameter is all there is: rounded stochastically after each step, see [`super::Rounding`]. The state is the moments
+    /// only. Gradients are bf16.
+    Bf16,
     /// Both the parameter and the gradients are fp32; the state is the moments only.
     Fp32,
     /// Both the parameter and the gradients are fp16; the state begins with the whole fp32 master.
@@ -43,7 +46,7 @@ impl Master {
     /// Bytes of one parameter.
     pub fn param_bytes(self) -> usize {
         match self {
-            Self::SplitBf16 | Self::Fp16WholeMaster => 2,
+            Self::SplitBf16 | Self::Bf16 | Self::Fp16WholeMaster => 2,
             Self::Fp32 => 4,
         }
     }
@@ -56,7 +59,7 @@ impl Master {
     /// Storage type of the gradients.
     pub fn grad_type(self) -> GradType {
         match self {
-            Self::SplitBf16 => GradType::Bf16,
+            Self::SplitBf16 | Self::Bf16 => GradType::Bf16,
             Self::Fp32 => GradType::Fp32,
             Self::Fp16WholeMaster => GradType::Fp16,
         }
@@ -66,7 +69,7 @@ impl Master {
     fn first_plane_bytes(self) -> usize {
         match self {
             Self::SplitBf16 => 2,
-            Self::Fp32 => 0,
+            Self::Bf16 | Self::Fp32 => 0,
             Self::Fp16WholeMaster => 4,
         }
     }
@@ -151,8 +154,8 @@ pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
     variance + plane_bytes(format.moment_bytes()[1], elems)
 }
 
-/// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty for
-/// fp32, the last for Lion.
+/// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty where the
+/// parameter is the master, the last for Lion.
 pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 3] {
     let [momentum, variance] = moment_offsets_bytes(format, elems);
     let [momentum_bytes, variance_bytes] = format.moment_bytes();
@@ -191,6 +194,11 @@ pub fn init_tile(format: TileFormat, masters: &[f32], param: &mut [u8], state: &
                 (*param, *residual) = number::split(*from);
             }
         }
+        Master::Bf16 => {
+            for (from, param) in masters.iter().zip(view_mut(param)) {
+                *param = number::to_bf16(*from);
+            }
+        }
         Master::Fp32 => {
             for (from, param) in masters.iter().zip(view_mut(param)) {
                 *param = number::canonical(*from);
@@ -220,6 +228,11 @@ pub fn read_masters(format: TileFormat, param: &[u8], state: &[u8], out: &mut [f
             let planes = view(param).iter().zip(view(first));
             for (out, (param, residual)) in out.iter_mut().zip(planes) {
                 *out = number::join(*param, *residual);
+            }
+        }
+        Master::Bf16 => {
+            for (out, param) in out.iter_mut().zip(view(param)) {
+                *out = number::from_bf16(*param);
             }
         }
         Master::Fp32 => out.copy_from_slice(view(param)),
@@ -314,6 +327,7 @@ impl<'a> Weights<'a> {
                 residual: view_mut(first),
                 grad: view(grad),
             },
+            Master::Bf16 => unreachable!("is stepped in fp32"),
             Master::Fp32 => Weights::Fp32 {
                 param: view_mut(param),
                 grad: view(grad),

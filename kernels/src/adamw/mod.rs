@@ -5,6 +5,7 @@
 //! | master | read | written |
 //! |---|---|---|
 //! | `SplitBf16` | 2 parameter + 10 state + 2 gradient | 2 + 10 |
+//! | `Bf16` | 2 + 8 + 2 | 2 + 8 |
 //! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
 //! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
 //!
@@ -64,7 +65,7 @@ pub struct Hyper {
     pub step: u64,
     /// Factor of each gradient: the inverse of the loss scale, times the clip factor.
     pub grad_scale: f32,
-    /// Identifies the tile's elements for the rounding of moments in bf16.
+    /// Identifies the tile's elements for the rounding of moments and masters in bf16.
     pub rounding: Rounding,
 }
 
@@ -84,6 +85,7 @@ const CONVERTED_ELEMS: usize = 1024;
 /// Planes of a part of a tile in fp32.
 struct Converted {
     masters: [f32; CONVERTED_ELEMS],
+    grads: [f32; CONVERTED_ELEMS],
     momentum: [f32; CONVERTED_ELEMS],
     variance: [f32; CONVERTED_ELEMS],
 }
@@ -111,10 +113,13 @@ pub fn step_range_with(
         "range {range:?} is not within the tile's {elems} elements"
     );
     let scalars = Scalars::new(format.rule, hyper);
-    let converts = format.moments == Moments::Bf16 || grad_type != format.master.grad_type();
+    let converts = format.moments == Moments::Bf16
+        || format.master == Master::Bf16
+        || grad_type != format.master.grad_type();
     let part_elems = if converts { CONVERTED_ELEMS } else { elems };
     let mut converted = Converted {
         masters: [0.0; CONVERTED_ELEMS],
+        grads: [0.0; CONVERTED_ELEMS],
         momentum: [0.0; CONVERTED_ELEMS],
         variance: [0.0; CONVERTED_ELEMS],
     };
@@ -137,7 +142,7 @@ pub fn step_range_with(
 }
 
 /// Takes a step with the vector functions, which compute on fp32 moments and take the master's own type of gradients.
-/// Converts bf16 moments, and masters whose gradients are fp32, to fp32 and back.
+/// Converts bf16 moments and masters, and masters whose gradients are fp32, to fp32 and back.
 fn step_part(
     set: InstructionSet,
     scalars: &Scalars,
@@ -183,6 +188,28 @@ fn step_part(
         step_chunk(set, scalars, elements);
     };
     match master {
+        Master::Bf16 => {
+            let masters = &mut converted.masters[..count];
+            widen(set, view(&*param), masters);
+            let grad = match grad_type {
+                GradType::Fp32 => view(grad),
+                GradType::Bf16 => {
+                    let grads = &mut converted.grads[..count];
+                    widen(set, view(grad), grads);
+                    grads
+                }
+                GradType::Fp16 => {
+                    panic!("no update of {master:?} takes gradients of {grad_type:?}")
+                }
+            };
+            step_weights(Weights::Fp32 {
+                param: &mut *masters,
+                grad,
+            });
+            let random = scalars.random.of_master();
+            let to: [&mut [u16]; 2] = [view_mut(param), &mut []];
+            narrow(set, random, part.start, [masters, &[]], to);
+        }
         _ if grad_type == master.grad_type() => {
             step_weights(Weights::of(master, param, first, grad));
         }
@@ -219,9 +246,9 @@ fn step_part(
     }
 }
 
-/// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`), and the key and the first element that the kernel
-/// derives a tile's random bits from.
-pub(crate) fn kernel_scalars(rule: UpdateRule, hyper: &Hyper) -> ([f32; 9], [u32; 2]) {
+/// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`), and the two keys and the first element that the
+/// kernel derives a tile's random bits from.
+pub(crate) fn kernel_scalars(rule: UpdateRule, hyper: &Hyper) -> ([f32; 9], [u32; 3]) {
     let s = Scalars::new(rule, hyper);
     let scalars = [
         s.grad_scale,
@@ -234,7 +261,8 @@ pub(crate) fn kernel_scalars(rule: UpdateRule, hyper: &Hyper) -> ([f32; 9], [u32
         s.minus_decay,
         s.minus_step_size,
     ];
-    (scalars, [s.random.key, s.random.first_elem])
+    let random = s.random;
+    (scalars, [random.key, random.master_key, random.first_elem])
 }
 
 fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {

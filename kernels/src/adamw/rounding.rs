@@ -1,15 +1,18 @@
-//! Stochastic rounding of moments to bf16.
+//! Stochastic rounding of moments and masters to bf16.
 //!
 //! A bf16 has 8 significant bits. With beta2 = 0.999 a step changes the variance by less than half of its last bit, so rounding
-//! to the nearest would never change it. Here a number is rounded away from zero with the probability that its discarded bits
-//! give, so that its mean is exact.
+//! to the nearest would never change it; nor would a step of 1e-6 change a weight of 1. Here a number is rounded away from zero
+//! with the probability that its discarded bits give, so that its mean is exact.
 //!
-//! The random bits are a hash of seed, unit, step and element. They depend neither on threads, instruction set, tiles nor ranks,
-//! and a resumed run repeats them. Elements of a unit 2^32 apart share them.
+//! The random bits come from a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
+//! a hash of seed, unit, step and element. They depend neither on threads, instruction set, tiles nor ranks, and a resumed run
+//! repeats them. The key of a step is made with the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+//! pseudorandom number generators", OOPSLA 2014), the bits of an element with the 32-bit hash `lowbias32` (Wellons,
+//! "Prospecting for hash functions", 2018). Elements of a unit 2^32 apart share them.
 
 use crate::number;
 
-/// Identifies the elements of a tile for the random bits of their rounding; without effect on moments in fp32.
+/// Identifies the elements of a tile for the random bits of their rounding; without effect on numbers in fp32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rounding {
     /// Seed of the run.
@@ -23,12 +26,15 @@ pub struct Rounding {
 /// The random bits of a tile in one step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RandomBits {
+    /// Key of the moments' bits.
     pub(crate) key: u32,
+    /// Key of the masters' bits, which are independent of the moments'.
+    pub(crate) master_key: u32,
     pub(crate) first_elem: u32,
 }
 
 impl Rounding {
-    /// For the element at the start of a unit, or a caller whose moments are fp32.
+    /// For the element at the start of a unit, or a caller whose moments and masters are fp32.
     pub const ZERO: Self = Self {
         seed: 0,
         unit: 0,
@@ -39,6 +45,7 @@ impl Rounding {
         let key = mix(mix(mix(self.seed) ^ self.unit) ^ step);
         RandomBits {
             key: (key >> 32) as u32,
+            master_key: key as u32,
             first_elem: self.first_elem as u32,
         }
     }
@@ -53,8 +60,16 @@ fn mix(x: u64) -> u64 {
 }
 
 impl RandomBits {
-    /// The bits of an element of the tile: the lower half is for the momentum, the upper half for the variance. A 32-bit hash
-    /// with two multiplications; `gpu/source/adamw.cu` has it too.
+    /// The same elements with the bits of their masters.
+    pub(super) fn of_master(self) -> Self {
+        Self {
+            key: self.master_key,
+            ..self
+        }
+    }
+
+    /// The bits of an element of the tile: the lower half is for the momentum or the master, the upper half for the variance.
+    /// `gpu/source/adamw.cu` has this hash too.
     #[inline(always)]
     fn at(self, elem: u32) -> u32 {
         let x = self.first_elem.wrapping_add(elem) ^ self.key;
@@ -64,7 +79,7 @@ impl RandomBits {
     }
 }
 
-/// Converts one plane of moments to fp32.
+/// Converts one plane to fp32.
 #[inline(always)]
 pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
     for (out, stored) in out.iter_mut().zip(stored) {
@@ -73,7 +88,7 @@ pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
 }
 
 /// Rounds the moments of the elements from `first` of the tile on. `from` and `to` are momentum and variance; Lion's variance is
-/// empty.
+/// empty. Masters are rounded in the momentum's place.
 #[inline(always)]
 pub(super) fn narrow(bits: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
     let [momentum_from, variance_from] = from;

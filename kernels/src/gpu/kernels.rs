@@ -34,12 +34,14 @@ pub struct Kernels {
 /// Parts of the names of the kernels of `adamw.cu`: by rule, by master with gradients of its own type and then of fp32, and by
 /// moments.
 const RULES: [&str; 2] = ["adamw_", "lion_"];
-const MASTERS: [&str; 5] = [
+const MASTERS: [&str; 7] = [
     "split_bf16",
     "fp32",
     "fp16_whole_master",
     "split_bf16_fp32_grad",
     "fp16_whole_master_fp32_grad",
+    "bf16_master",
+    "bf16_master_fp32_grad",
 ];
 const MOMENTS: [&str; 2] = ["", "_bf16_moments"];
 
@@ -68,6 +70,8 @@ fn step_index(format: TileFormat, grad_type: GradType) -> usize {
         (Master::Fp16WholeMaster, GradType::Fp16) => 2,
         (Master::SplitBf16, GradType::Fp32) => 3,
         (Master::Fp16WholeMaster, GradType::Fp32) => 4,
+        (Master::Bf16, GradType::Bf16) => 5,
+        (Master::Bf16, GradType::Fp32) => 6,
         _ => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
     };
     let moments = match moments {
@@ -147,7 +151,7 @@ impl Kernels {
 
     /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`].
     ///
-    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
+    /// Moves 26 bytes per element (split bf16), 22 (bf16 master), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
     /// less for each moment in bf16. Lion moves no variance: eight less.
     ///
     /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,

@@ -43,7 +43,7 @@ fn store_grads(tile: &mut OwnedTile, grads: &[f32]) -> Vec<f64> {
     let (bytes, values): (Vec<Vec<u8>>, Vec<f32>) = grads
         .iter()
         .map(|g| match tile.format.master {
-            Master::SplitBf16 => {
+            Master::SplitBf16 | Master::Bf16 => {
                 let bits = number::to_bf16(*g);
                 (bits.to_le_bytes().to_vec(), number::from_bf16(bits))
             }
@@ -271,6 +271,7 @@ fn the_parameter_is_the_rounded_master_after_a_step() {
                     assert_eq!(tile.param.u16_at(2 * index), number::to_fp16(p))
                 }
                 Master::Fp32 => assert_eq!(tile.param.f32_at(4 * index), p),
+                Master::Bf16 => unreachable!("not in MASTERS"),
             }
         }
     }
@@ -315,6 +316,7 @@ fn a_nan_gradient_makes_a_nan_and_no_number() {
                 Master::SplitBf16 => tile.param.u16_at(0) == 0x7FC0 && tile.state[..2] == [0, 0],
                 Master::Fp16WholeMaster => tile.param.u16_at(0) == 0x7E00,
                 Master::Fp32 => tile.param.f32_at(0).to_bits() == 0x7FC0_0000,
+                Master::Bf16 => unreachable!("not in MASTERS"),
             };
             assert!(stored_nan, "{master:?}");
         }

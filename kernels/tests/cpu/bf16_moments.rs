@@ -219,19 +219,16 @@ fn the_cut_of_a_unit_into_tiles_changes_no_bit() {
 }
 
 /// Trains weights of a linear model on noisy batches. Returns the mean squared error every 50 steps.
-fn losses(moments: Moments, steps: u64) -> Vec<f64> {
+pub(crate) fn losses(format: TileFormat, steps: u64) -> Vec<f64> {
     const ELEMS: usize = 64;
-    let format = TileFormat {
-        moments,
-        ..Master::Fp32.into()
-    };
     let mut random = Random(42);
     let target: Vec<f32> = (0..ELEMS).map(|_| random.normal()).collect();
     let mut tile = tile_of(format, ELEMS, 0.0);
     let mut found = Vec::new();
     let mut sum = 0.0;
     for step_index in 1..=steps {
-        let weights: Vec<f32> = (0..ELEMS).map(|at| tile.param.f32_at(4 * at)).collect();
+        let mut weights = vec![0.0; ELEMS];
+        read_masters(format, &tile.param, &tile.state, &mut weights);
         let mut grads = vec![0.0f32; ELEMS];
         for _ in 0..8 {
             let input: Vec<f32> = (0..ELEMS).map(|_| random.normal()).collect();
@@ -242,7 +239,7 @@ fn losses(moments: Moments, steps: u64) -> Vec<f64> {
                 *grad += error * x / 8.0;
             }
         }
-        tile.grad = AlignedBytes::of_f32(&grads);
+        kernels::reduce::store_grad(format.master.grad_type(), &grads, &mut tile.grad);
         let hyper = Hyper {
             lr: 1e-2,
             beta1: 0.9,
@@ -262,7 +259,7 @@ fn losses(moments: Moments, steps: u64) -> Vec<f64> {
 
 #[test]
 fn four_hundred_steps_have_the_losses_of_fp32_moments_within_two_percent() {
-    let [fp32, bf16] = [Moments::Fp32, Moments::Bf16].map(|moments| losses(moments, 400));
+    let [fp32, bf16] = [Master::Fp32.into(), bf16(Master::Fp32)].map(|format| losses(format, 400));
     println!("fp32 {fp32:?}\nbf16 {bf16:?}");
     assert!(fp32[7] < fp32[0] / 10.0, "{fp32:?}: nothing was learned");
     assert!(fp32 != bf16, "nothing was rounded");

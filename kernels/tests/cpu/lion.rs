@@ -60,7 +60,7 @@ fn momentum_of(tile: &OwnedTile, elem: usize) -> f32 {
 /// Returns the gradient as tiles store it.
 fn stored(master: Master, grad: f32) -> f64 {
     f64::from(match master {
-        Master::SplitBf16 => number::from_bf16(number::to_bf16(grad)),
+        Master::SplitBf16 | Master::Bf16 => number::from_bf16(number::to_bf16(grad)),
         Master::Fp16WholeMaster => number::from_fp16(number::to_fp16(grad)),
         Master::Fp32 => grad,
     })

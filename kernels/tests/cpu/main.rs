@@ -3,6 +3,7 @@
 mod adamw_bits;
 mod adamw_definition;
 mod adamw_tiles;
+mod bf16_masters;
 mod bf16_moments;
 mod common;
 mod lion;

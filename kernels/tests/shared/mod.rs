@@ -5,6 +5,7 @@ use kernels::adamw::{
 };
 use std::ops::{Deref, DerefMut};
 
+/// Masters that are fp32.
 pub(crate) const MASTERS: [Master; 3] = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
 
 /// Every format of a tile.
@@ -12,7 +13,8 @@ pub(crate) fn formats() -> impl Iterator<Item = TileFormat> {
     let rules = [UpdateRule::AdamW, UpdateRule::Lion].into_iter();
     rules.flat_map(|rule| {
         let of = move |moments| {
-            MASTERS.map(|master| TileFormat {
+            let masters = MASTERS.into_iter().chain([Master::Bf16]);
+            masters.map(move |master| TileFormat {
                 rule,
                 master,
                 moments,

@@ -5,7 +5,7 @@
 // that a warp accesses whole lines. Planes start at multiples of 64 bytes. Groups at the ends of the range are
 // processed element by element.
 //
-// Moments in bf16 are rounded with the random bits of adamw/rounding.rs.
+// Moments and masters in bf16 are rounded with the random bits of adamw/rounding.rs.
 
 struct Scalars {
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -15,10 +15,26 @@ struct Scalars {
 #define SCALARS                                                                                      \
     float grad_scale, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,        \
         float root_correction, float eps, float minus_decay, float minus_step_size, u32 key,         \
-        u32 first_elem
+        u32 master_key, u32 first_elem
 #define TAKE_SCALARS                                                                                 \
     Scalars s = {grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,   \
-                 minus_decay, minus_step_size}
+                 minus_decay, minus_step_size};                                                      \
+    Random random = {key, master_key, first_elem}
+
+// What the random bits of a tile's elements come from.
+struct Random {
+    u32 key, master_key, first_elem;
+};
+
+DEVICE u32 random_bits(u32 key, u32 elem) {
+    u32 x = elem ^ key;
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+// One of the two bf16 around x, by the lower half of the random bits.
+DEVICE u16 to_bf16_by_chance(float x, u32 random) { return (u16)((bits_of(x) + (random & 0xFFFFu)) >> 16); }
 
 struct AdamW {
     static DEVICE void update(const Scalars &s, float &master, float &momentum, float &variance, float grad) {
@@ -63,10 +79,22 @@ struct SplitBf16 {
     static DEVICE float join(u16 param, u16 residual) {
         return float_of(((u32)param << 16) + (u32)(int)(short)residual);
     }
-    static DEVICE void split(float master, u16 &param, u16 &residual) {
+    static DEVICE void split(float master, u16 &param, u16 &residual, const Random &, u32) {
         u32 bits = bits_of(master);
         param = (u16)((bits + 0x8000u) >> 16);
         residual = (u16)bits;
+    }
+};
+
+// The bf16 parameter is rounded by chance, and there is no first plane.
+struct Bf16Master {
+    typedef u16 Param;
+    typedef Nothing First;
+    typedef Four16 FourParam;
+    typedef FourNothing FourFirst;
+    static DEVICE float join(u16 param, Nothing) { return from_bf16(param); }
+    static DEVICE void split(float master, u16 &param, Nothing &, const Random &random, u32 elem) {
+        param = to_bf16_by_chance(master, random_bits(random.master_key, elem));
     }
 };
 
@@ -76,7 +104,7 @@ struct Fp16WholeMaster {
     typedef Four16 FourParam;
     typedef FourF32 FourFirst;
     static DEVICE float join(u16, float whole) { return whole; }
-    static DEVICE void split(float master, u16 &param, float &whole) {
+    static DEVICE void split(float master, u16 &param, float &whole, const Random &, u32) {
         param = to_fp16(master);
         whole = master;
     }
@@ -89,7 +117,7 @@ struct Fp32Master {
     typedef FourF32 FourParam;
     typedef FourNothing FourFirst;
     static DEVICE float join(float param, Nothing) { return param; }
-    static DEVICE void split(float master, float &param, Nothing &) { param = master; }
+    static DEVICE void split(float master, float &param, Nothing &, const Random &, u32) { param = master; }
 };
 
 struct Bf16Grad {
@@ -118,7 +146,7 @@ struct Bf16Moment {
     typedef u16 Stored;
     typedef Four16 Four;
     static DEVICE float value(u16 bits) { return from_bf16(bits); }
-    static DEVICE u16 stored(float x, u32 random) { return (u16)((bits_of(x) + (random & 0xFFFFu)) >> 16); }
+    static DEVICE u16 stored(float x, u32 random) { return to_bf16_by_chance(x, random); }
 };
 
 // A moment that the rule does not have.
@@ -129,26 +157,21 @@ struct NoMoment {
     static DEVICE Nothing stored(float, u32) { return Nothing(); }
 };
 
-DEVICE u32 random_bits(u32 key, u32 elem) {
-    u32 x = elem ^ key;
-    x = (x ^ x >> 16) * 0x7FEB352Du;
-    x = (x ^ x >> 15) * 0x846CA68Bu;
-    return x ^ x >> 16;
-}
-
+// Steps the element `at` of the tile.
 template <class Rule, class Master, class Grad, class Momentum, class Variance>
-DEVICE void step_one(const Scalars &s, u32 random, typename Master::Param &param, typename Master::First &first,
-                     typename Momentum::Stored &momentum, typename Variance::Stored &variance,
-                     typename Grad::Stored grad) {
+DEVICE void step_one(const Scalars &s, const Random &random, u64 at, typename Master::Param &param,
+                     typename Master::First &first, typename Momentum::Stored &momentum,
+                     typename Variance::Stored &variance, typename Grad::Stored grad) {
     float master = Master::join(param, first), m = Momentum::value(momentum), v = Variance::value(variance);
     Rule::update(s, master, m, v, Grad::value(grad));
-    Master::split(master, param, first);
-    momentum = Momentum::stored(m, random);
-    variance = Variance::stored(v, random >> 16);
+    u32 elem = random.first_elem + (u32)at, bits = random_bits(random.key, elem);
+    Master::split(master, param, first, random, elem);
+    momentum = Momentum::stored(m, bits);
+    variance = Variance::stored(v, bits >> 16);
 }
 
 template <class Rule, class Master, class Grad, class Momentum, class Variance>
-DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Param *param,
+DEVICE void step(const Scalars &s, const Random &random, typename Master::Param *param,
                  typename Master::First *first, typename Momentum::Stored *momentum,
                  typename Variance::Stored *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
     u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
@@ -160,8 +183,7 @@ DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Par
         typename Variance::Four v = load_four(variance + at);
         typename Grad::Four g = load_four(grad + at);
         for (int i = 0; i < 4; i++) {
-            u32 random = random_bits(key, first_elem + (u32)at + (u32)i);
-            step_one<Rule, Master, Grad, Momentum, Variance>(s, random, p.at[i], f.at[i], m.at[i], v.at[i], g.at[i]);
+            step_one<Rule, Master, Grad, Momentum, Variance>(s, random, at + i, p.at[i], f.at[i], m.at[i], v.at[i], g.at[i]);
         }
         store_four(param + at, p);
         store_four(first + at, f);
@@ -171,9 +193,8 @@ DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Par
     }
     for (u64 i = at; i < at + 4; i++) {
         if (i < start || i >= end) continue;
-        u32 random = random_bits(key, first_elem + (u32)i);
-        step_one<Rule, Master, Grad, Momentum, Variance>(s, random, param[i], first[i], momentum[i], variance[i],
-                                                         grad[i]);
+        step_one<Rule, Master, Grad, Momentum, Variance>(s, random, i, param[i], first[i], momentum[i],
+                                                         variance[i], grad[i]);
     }
 }
 
@@ -182,8 +203,8 @@ DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Par
     name(Master::Param *param, Master::First *first, Momentum::Stored *momentum,                     \
          Variance::Stored *variance, const Grad::Stored *grad, u64 start, u64 end, SCALARS) {        \
         TAKE_SCALARS;                                                                                \
-        step<Rule, Master, Grad, Momentum, Variance>(s, key, first_elem, param, first, momentum,     \
-                                                     variance, grad, start, end);                    \
+        step<Rule, Master, Grad, Momentum, Variance>(s, random, param, first, momentum, variance,    \
+                                                     grad, start, end);                              \
     }
 #define STEPS(name, Master, Grad)                                                                    \
     STEP(adamw_##name, AdamW, Master, Grad, Fp32Moment, Fp32Moment)                                  \
@@ -193,6 +214,8 @@ DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Par
 
 STEPS(split_bf16, SplitBf16, Bf16Grad)
 STEPS(split_bf16_fp32_grad, SplitBf16, Fp32Grad)
+STEPS(bf16_master, Bf16Master, Bf16Grad)
+STEPS(bf16_master_fp32_grad, Bf16Master, Fp32Grad)
 STEPS(fp16_whole_master, Fp16WholeMaster, Fp16Grad)
 STEPS(fp16_whole_master_fp32_grad, Fp16WholeMaster, Fp32Grad)
 STEPS(fp32, Fp32Master, Fp32Grad)
