@@ -74,7 +74,7 @@ fn settings(
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1
         },
         "data": {"files": ["/dev/null"]},
-        "optimizer": {"type": record.optimizer, "moments": record.moments},
+        "optimizer": {"type": record.optimizer, "moments": record.moments, "master": record.master},
         "train": {"steps": 1, "seq_len": 1, "run_dir": dir},
         "offload": {
             "socket": if shared { json!(description.socket) } else { Value::Null },

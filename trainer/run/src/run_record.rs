@@ -30,9 +30,10 @@ pub(crate) struct RunRecord {
     pub(crate) model: ModelConfig,
     pub(crate) dtype: Dtype,
     pub(crate) tile_elems: u64,
-    /// `optimizer.type` and `optimizer.moments` of the run; `None` for the defaults.
+    /// `optimizer.type`, `optimizer.moments` and `optimizer.master` of the run; `None` for the defaults.
     pub(crate) optimizer: Option<String>,
     pub(crate) moments: Option<String>,
+    pub(crate) master: Option<String>,
 }
 
 impl RunRecord {
@@ -48,6 +49,7 @@ impl RunRecord {
             tile_elems: u64,
             optimizer: Option<String>,
             moments: Option<String>,
+            master: Option<String>,
         }
         check_text(dir)?;
         let description = RunDir::described(dir)?.ok_or_else(|| RecordError::NoRun {
@@ -68,6 +70,7 @@ impl RunRecord {
             tile_elems: layout.tile_elems,
             optimizer: layout.optimizer,
             moments: layout.moments,
+            master: layout.master,
         })
     }
 }

@@ -67,6 +67,7 @@ pub struct PackageSettings {
     pub loss_chunk_tokens: Option<u64>,
     pub shard: &'static str,
     pub moments: &'static str,
+    pub master: &'static str,
     pub commit_every: u64,
     /// 0 chooses by the size of the state.
     pub staging_bytes: u64,
@@ -252,6 +253,7 @@ fn resolve(
         loss_chunk_tokens: own.loss_chunk_tokens,
         shard: choices.shard,
         moments: choices.moments,
+        master: choices.master,
         commit_every: own.commit_every.unwrap_or(1),
         staging_bytes: choices.staging_bytes,
         optimizer_device: choices.optimizer_device,
@@ -394,6 +396,7 @@ struct Choices {
     activations: &'static str,
     shard: &'static str,
     moments: &'static str,
+    master: &'static str,
     staging_bytes: u64,
     unit_bytes_max: u64,
     optimizer_device: Option<&'static str>,
@@ -433,6 +436,7 @@ impl Choices {
         let activations = activations(config, faults);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
         let moments = one_of(faults, "offloadd.moments", &own.moments, &["fp32", "bf16"]);
+        let master = one_of(faults, "offloadd.master", &own.master, &["fp32", "bf16"]);
         let resident_fraction = faults.take(fraction(
             "offloadd.resident_fraction",
             own.resident_fraction.unwrap_or(0.0),
@@ -469,6 +473,7 @@ impl Choices {
             activations: activations?,
             shard: shard?,
             moments: moments?,
+            master: master?,
             staging_bytes: staging_bytes?.unwrap_or(0),
             unit_bytes_max: unit_bytes_max?.unwrap_or(UNIT_BYTES_MAX),
             optimizer_device: chosen(optimizer_device?),

@@ -149,6 +149,11 @@ keys! {
         /// drives and in checkpoints. A run or checkpoint with other moments is refused.
         #[default("\"fp32\"")]
         pub moments: Option<String>,
+        /// Number format of the masters of bf16 parameters: "fp32" (exact), or "bf16": the parameter is its own master, rounded
+        /// stochastically after each step, 2 bytes a parameter less in memory, on drives and in checkpoints. fp32 parameters stay as
+        /// they are, fp16 ones are refused. A run or checkpoint with another master is refused.
+        #[default("\"fp32\"")]
+        pub master: Option<String>,
         /// Socket of a running daemon, instead of a private one: nvme_path has no effect then, and the daemon's quotas apply.
         #[default("none")]
         pub socket: Option<PathBuf>,
@@ -200,6 +205,12 @@ keys! {
         #[example("\"bf16\"")]
         #[only(trainer)]
         pub moments: Option<String>,
+        /// Number format of the masters of a bf16 run: "fp32" (exact, the parameter is its upper half), or "bf16": the parameter is its own
+        /// master, rounded stochastically after each step, 2 bytes a parameter less. Fixed for the life of a run.
+        #[default("\"fp32\"")]
+        #[example("\"bf16\"")]
+        #[only(trainer)]
+        pub master: Option<String>,
     }
 
     /// `optimizer.params`: parameters of the optimizer.

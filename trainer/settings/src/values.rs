@@ -19,6 +19,8 @@ pub struct OptimizerSettings {
     pub groups: Vec<ParamGroupSettings>,
     #[serde(skip_serializing_if = "MomentsType::is_fp32")]
     pub moments: MomentsType,
+    #[serde(skip_serializing_if = "MasterType::is_fp32")]
+    pub master: MasterType,
 }
 
 /// Optimizer of a run.
@@ -57,6 +59,28 @@ pub enum MomentsType {
 }
 
 impl MomentsType {
+    pub fn is_fp32(&self) -> bool {
+        *self == Self::Fp32
+    }
+
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+/// Number format of the masters of bf16 parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MasterType {
+    Fp32,
+    /// The parameter itself, rounded stochastically.
+    Bf16,
+}
+
+impl MasterType {
     pub fn is_fp32(&self) -> bool {
         *self == Self::Fp32
     }

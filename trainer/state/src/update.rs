@@ -38,10 +38,10 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
         param_bytes_per_elem: format.master.param_bytes(),
         grad_bytes_per_elem: grad_bytes,
         state_tile_bytes: state_tile_bytes_of!(
-            AdamW Fp32: SplitBf16 Fp32 Fp16WholeMaster;
-            AdamW Bf16: SplitBf16 Fp32 Fp16WholeMaster;
-            Lion Fp32: SplitBf16 Fp32 Fp16WholeMaster;
-            Lion Bf16: SplitBf16 Fp32 Fp16WholeMaster;
+            AdamW Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            AdamW Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Lion Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Lion Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
         ),
     }
 }
@@ -67,7 +67,7 @@ impl ParamGroup {
     }
 }
 
-/// Identifies the elements of a tile of `range` for the rounding of their moments.
+/// Identifies the elements of a tile of `range` for the rounding of their moments and masters.
 pub fn rounding(seed: u64, range: &TileRange) -> Rounding {
     Rounding {
         seed,

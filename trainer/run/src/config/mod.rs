@@ -20,7 +20,7 @@ pub use settings::{
 pub(crate) use summary::summary_of_schedule;
 pub use training_settings::keys::listing;
 pub use training_settings::{
-    Decaying, DynamicScale, Fraction, LrSchedule, MomentsType, MomentumCycle, OneCycle,
+    Decaying, DynamicScale, Fraction, LrSchedule, MasterType, MomentsType, MomentumCycle, OneCycle,
     OptimizerKind, OptimizerSettings, OverflowPolicy, ParamGroupSettings, RangeTest, Reports,
     SettingsError, Source, Tier, Warmup, apply_overrides, setting_like,
 };

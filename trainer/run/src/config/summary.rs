@@ -3,8 +3,8 @@
 use offload_support::units::Counted;
 
 use super::{
-    LrSchedule, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, Rate, RunSettings,
-    Warmup,
+    LrSchedule, MasterType, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, Rate,
+    RunSettings, Warmup,
 };
 
 impl RunSettings {
@@ -15,7 +15,7 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer {}, lr {}, betas {first} and {second}, {}weight decay {}{}{}",
+                "optimizer {}, lr {}, betas {first} and {second}, {}weight decay {}{}{}{}",
                 optimizer.kind.word(),
                 Rate(optimizer.lr),
                 match optimizer.kind {
@@ -26,6 +26,10 @@ impl RunSettings {
                 match optimizer.moments {
                     MomentsType::Fp32 => "",
                     MomentsType::Bf16 => ", moments in bf16",
+                },
+                match optimizer.master {
+                    MasterType::Fp32 => "",
+                    MasterType::Bf16 => ", masters in bf16",
                 },
                 groups(&optimizer.groups)
             ),

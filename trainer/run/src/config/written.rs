@@ -21,7 +21,7 @@ impl RunSettings {
             "bf16": {"enabled": self.dtype == crate::model::Dtype::Bf16},
             "optimizer": {"type": optimizer.kind.word(), "params": {
                 "lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay,
-            }, "moments": optimizer.moments.word()},
+            }, "moments": optimizer.moments.word(), "master": optimizer.master.word()},
             "zero_optimization": {
                 "stage": own["placement"]["stage"],
                 "offload_param": {"device": placement.param.word()},

@@ -155,7 +155,7 @@ mod tests {
     use swapper::TileRange;
 
     use super::*;
-    use crate::config::{Decaying, MomentsType, OptimizerKind};
+    use crate::config::{Decaying, MasterType, MomentsType, OptimizerKind};
     use crate::model::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
     const HYPER: Hyper = Hyper {
@@ -200,6 +200,7 @@ mod tests {
                 decay: rule.clone(),
                 groups: Vec::new(),
                 moments: MomentsType::Fp32,
+                master: MasterType::Fp32,
                 kind: OptimizerKind::AdamW,
             };
             let groups = param_groups(&units, &optimizer);

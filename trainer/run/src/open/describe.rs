@@ -28,6 +28,9 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     if !settings.optimizer.moments.is_fp32() {
         layout["moments"] = lines["optimizer"]["moments"].clone();
     }
+    if !settings.optimizer.master.is_fp32() {
+        layout["master"] = lines["optimizer"]["master"].clone();
+    }
     RunDescription {
         layout,
         store: store_words(settings),

@@ -36,7 +36,7 @@ use kernels::adamw::{Master, TileFormat};
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
 use crate::computation::{ActivationCheckpointing, AttentionKernel};
-use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
+use crate::config::{MasterType, OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{Dtype, UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
@@ -157,7 +157,10 @@ impl Plan {
     fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let units = unit_layouts(&settings.model);
         let master = match settings.dtype {
-            Dtype::Bf16 => Master::SplitBf16,
+            Dtype::Bf16 => match settings.optimizer.master {
+                MasterType::Fp32 => Master::SplitBf16,
+                MasterType::Bf16 => Master::Bf16,
+            },
             Dtype::Fp16 => Master::Fp16WholeMaster,
             Dtype::Fp32 => Master::Fp32,
         };

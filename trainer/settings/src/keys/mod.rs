@@ -490,6 +490,7 @@ mod tests {
         let tables = ["model", "data", "train", "offload", "deepspeed", "offloadd"];
         let ours = [
             "optimizer.groups",
+            "optimizer.master",
             "optimizer.moments",
             "optimizer.params.decay",
             "optimizer.params.no_decay",

@@ -4,7 +4,9 @@ use super::{Faults, not_negative, value, word};
 use crate::error::SettingsError;
 use crate::reader::{Reader, Said};
 use crate::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
-use crate::values::{Decaying, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings};
+use crate::values::{
+    Decaying, MasterType, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings,
+};
 
 /// Learning rate that Hugging Face's Trainer uses by default.
 const TRAINER_LR: f64 = 5e-5;
@@ -79,6 +81,11 @@ pub fn optimizer(
         optimizer.moments.as_deref(),
         &[("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)],
     ));
+    let master = faults.take(word(
+        "optimizer.master",
+        optimizer.master.as_deref(),
+        &[("fp32", MasterType::Fp32), ("bf16", MasterType::Bf16)],
+    ));
     let groups = optimizer.groups.iter().flatten();
     let groups = groups.map(|group| faults.take(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
@@ -91,6 +98,7 @@ pub fn optimizer(
         decay: decay?,
         groups: groups?,
         moments: moments?,
+        master: master?,
     };
     faults.take(not_negative("optimizer.params.lr", settings.lr));
     faults.take(not_negative(

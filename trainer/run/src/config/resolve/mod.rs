@@ -84,6 +84,9 @@ pub(super) fn resolve(
         optimizer::note_unmatched(&optimizer.decay, &model.config, &mut said.notes);
         optimizer::check_groups(optimizer, &model.config, faults);
     }
+    if let (Some(optimizer), Some((dtype, _))) = (&optimizer, &precision) {
+        optimizer::check_master(optimizer.master, *dtype, faults);
+    }
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     faults.take(not_negative("gradient_clipping", gradient_clipping));
     let data = faults.take(data::data(&config.data, steps_or_one));

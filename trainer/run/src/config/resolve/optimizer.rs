@@ -1,10 +1,10 @@
-//! Checks the names that the optimizer's table has of parameters against the model's.
+//! Checks the optimizer's table against the model: names of parameters, and the format of masters.
 
 use training_settings::resolve::optimizer::{GROUPS, quoted};
 
 use super::{Faults, value};
-use crate::config::{Decaying, OptimizerSettings};
-use crate::model::{ModelConfig, UnitLayout, unit_layouts};
+use crate::config::{Decaying, MasterType, OptimizerSettings};
+use crate::model::{Dtype, ModelConfig, UnitLayout, unit_layouts};
 
 /// Refuses a group that no parameter belongs to: its settings would apply nowhere.
 pub(super) fn check_groups(
@@ -31,6 +31,19 @@ pub(super) fn check_groups(
                     example(&units)
                 ),
             },
+        ));
+    }
+}
+
+/// Refuses masters in bf16 beside parameters of another type.
+pub(super) fn check_master(master: MasterType, dtype: Dtype, faults: &mut Faults) {
+    if master == MasterType::Bf16 && dtype != Dtype::Bf16 {
+        faults.0.push(value(
+            "optimizer.master",
+            format!(
+                "\"bf16\" is for parameters in bf16, and this run's are {}: set bf16.enabled = true, or leave optimizer.master out",
+                dtype.name()
+            ),
         ));
     }
 }
