@@ -75,6 +75,9 @@ fn layout(plan: &Plan, frozen: u64) -> Value {
     if plan.moments != "fp32" {
         layout["moments"] = plan.moments.as_str().into();
     }
+    if plan.master != "fp32" {
+        layout["master"] = plan.master.as_str().into();
+    }
     if plan.optimizer != OptimizerKind::AdamW {
         layout["optimizer"] = plan.optimizer.word().into();
     }

@@ -48,6 +48,8 @@ pub(crate) struct Plan {
     gradients_fraction: f64,
     /// `fp32` or `bf16`: how the optimizer's moments are stored.
     pub(crate) moments: String,
+    /// `fp32` or `bf16`: how the masters of bf16 parameters are stored.
+    pub(crate) master: String,
     /// Whose rule updates the parameters.
     #[serde(default)]
     pub(crate) optimizer: OptimizerKind,
@@ -98,9 +100,9 @@ pub(crate) struct Updated {
 }
 
 impl UnitPlan {
-    fn format(&self, rule: UpdateRule, moments: Moments) -> PyResult<Format> {
+    fn format(&self, rule: UpdateRule, moments: Moments, bf16: Master) -> PyResult<Format> {
         let update = if self.trained {
-            let master = master(&self.dtype)?;
+            let master = master(&self.dtype, bf16)?;
             let format = TileFormat {
                 rule,
                 master,
@@ -132,10 +134,11 @@ pub(crate) struct ParamPlan {
 /// Operations in flight, half of them each way.
 const IODEPTH: u32 = 64;
 
-fn master(dtype: &str) -> PyResult<Master> {
+/// The master of a parameter; `bf16` is that of bf16 ones.
+fn master(dtype: &str, bf16: Master) -> PyResult<Master> {
     match dtype {
         "float32" => Ok(Master::Fp32),
-        "bfloat16" => Ok(Master::SplitBf16),
+        "bfloat16" => Ok(bf16),
         "float16" => Ok(Master::Fp16WholeMaster),
         _ => Err(Error::new_err(format!(
             "parameters of type {dtype} cannot be trained"
@@ -218,7 +221,12 @@ impl Plan {
         };
         let rule: UpdateRule = self.optimizer.into();
         let units = self.units.iter();
-        units.map(|unit| unit.format(rule, moments)).collect()
+        let bf16 = match self.master.as_str() {
+            "fp32" => Master::SplitBf16,
+            "bf16" => Master::Bf16,
+            other => return Err(Error::new_err(format!("masters of type {other}"))),
+        };
+        units.map(|unit| unit.format(rule, moments, bf16)).collect()
     }
 
     /// Whether tiles go to devices.
@@ -272,16 +280,24 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
             true => plan.backing(plan.socket.clone().unwrap_or_default(), None),
             false => Backing::Memory,
         },
-        // A job with other moments is refused: its tiles may have the same size.
-        layout: match (plan.optimizer, plan.moments.as_str()) {
-            (OptimizerKind::AdamW, "fp32") => Vec::new(),
-            (OptimizerKind::AdamW, other) => format!("moments in {other}").into_bytes(),
-            (kind, moments) => format!("{}, moments in {moments}", kind.word()).into_bytes(),
-        },
+        layout: layout_text(plan).into_bytes(),
         rank: plan.rank,
         ranks: plan.ranks,
         node_ranks: Some(plan.local()),
     })
+}
+
+/// Names the contents of tiles. A job with others is refused: its tiles may have the same size.
+fn layout_text(plan: &Plan) -> String {
+    let text = match (plan.optimizer, plan.moments.as_str()) {
+        (OptimizerKind::AdamW, "fp32") => String::new(),
+        (OptimizerKind::AdamW, other) => format!("moments in {other}"),
+        (kind, moments) => format!("{}, moments in {moments}", kind.word()),
+    };
+    match plan.master.as_str() {
+        "fp32" => text,
+        other => format!("{text}, masters in {other}"),
+    }
 }
 
 /// Makes the optimizers; each tile goes to one that is idle.

@@ -14,7 +14,7 @@ use training_state::update::{Scalars, TileStep, parts, rounding};
 
 use crate::open::{Format, ParamPlan, Updated};
 
-/// Seed of the rounding of moments in bf16. Runs need not differ in it.
+/// Seed of the rounding of moments and masters in bf16. Runs need not differ in it.
 const SEED: u64 = 0;
 
 /// One step's scalars of every parameter, in the units' order; `None` if the parameter got no gradient and stays as it is.
@@ -188,7 +188,9 @@ fn bytes_of(elems: &Range<usize>, elem_bytes: usize) -> Range<usize> {
 fn masters(master: Master, params: &[u8]) -> Vec<f32> {
     match master {
         Master::Fp32 => params.chunks_exact(4).map(f32_of).collect(),
-        Master::SplitBf16 => (params.chunks_exact(2).map(|b| bf16_of(b).to_f32())).collect(),
+        Master::SplitBf16 | Master::Bf16 => {
+            (params.chunks_exact(2).map(|b| bf16_of(b).to_f32())).collect()
+        }
         Master::Fp16WholeMaster => (params.chunks_exact(2).map(|b| f16_of(b).to_f32())).collect(),
     }
 }

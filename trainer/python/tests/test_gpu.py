@@ -57,7 +57,7 @@ def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fak
     out, errors = process.communicate()
     assert process.returncode == 0, errors
     cases = [json.loads(line) for line in out.splitlines()]
-    assert len(cases) == 17
+    assert len(cases) == 18
     assert not [case["case"] for case in cases if not case["same"]]
 
 

@@ -447,6 +447,7 @@ def test_what_is_not_updated_is_refused_by_name(tmp_path):
     wrong = [
         (dict(amsgrad=True), "amsgrad"),
         (dict(moments="fp8"), "offloadd.moments"),
+        (dict(master="fp8"), "offloadd.master"),
         (dict(options={"comit_every": 2}), "commit_every"),
         (dict(directory=tmp_path / "not" / "there"), "cannot be made"),
         (dict(socket="/run/offloadd"), "name a directory"),
@@ -472,13 +473,13 @@ def script(directory, **given):
 
 
 @needs_daemon
-@pytest.mark.parametrize("rule", ["AdamW", "Lion"])
-def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule):
-    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule}
+@pytest.mark.parametrize("rule, master", [("AdamW", "fp32"), ("AdamW", "bf16"), ("Lion", "fp32")])
+def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, master):
+    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule, "master": master}
     whole, _ = script(tmp_path / "whole", **kind)
     lines = {}
     kills = [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]
-    for kill, resumed in kills if rule == "AdamW" else kills[:2]:
+    for kill, resumed in kills if (rule, master) == ("AdamW", "fp32") else kills[:2]:
         found, killed = script(tmp_path / "killed", **kind, kill=kill)
         # Each step is committed when it ends.
         assert killed and found[0] == f"resumed {resumed}", (kill, found)

@@ -11,12 +11,12 @@ use crate::error::SettingsError;
 use crate::parse::{Parsed, parse};
 use crate::reader::{Reader, Said};
 use crate::resolve::batch::{Batch, Sizes, batch};
-use crate::resolve::optimizer::optimizer;
+use crate::resolve::optimizer::{master, moments, optimizer};
 use crate::resolve::precision::{is_on, scaling};
 use crate::resolve::reports::{Monitor, monitor_of};
 use crate::resolve::schedule::schedule;
 use crate::resolve::{Faults, at_least, bytes, fraction, not_negative, tier, value, within, word};
-use crate::toml::{OwnToml, PackageToml, SchedulerToml, ZeroToml};
+use crate::toml::{Bf16Toml, OwnToml, PackageToml, SchedulerToml, ZeroToml};
 use crate::values::{OptimizerKind, Tier};
 use crate::{deepspeed, files, json};
 
@@ -181,6 +181,7 @@ fn resolve(
         true => {
             let found = optimizer(
                 &config.optimizer,
+                &Bf16Toml::default(),
                 Reader::Package,
                 &mut Said::default(),
                 faults,
@@ -413,7 +414,7 @@ impl Choices {
             let words: Vec<_> = words.iter().map(|word| (*word, *word)).collect();
             faults.take(word(key, given.as_deref(), &words))
         }
-        let own = &config.offloadd;
+        let (own, bf16) = (&config.offloadd, &config.bf16);
         // The first word is the default.
         let optimizer_step = one_of(
             faults,
@@ -435,8 +436,8 @@ impl Choices {
         );
         let activations = activations(config, faults);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
-        let moments = one_of(faults, "offloadd.moments", &own.moments, &["fp32", "bf16"]);
-        let master = one_of(faults, "offloadd.master", &own.master, &["fp32", "bf16"]);
+        let moments = faults.take(moments("offloadd.moments", &own.moments, bf16));
+        let master = faults.take(master("offloadd.master", &own.master, bf16));
         let resident_fraction = faults.take(fraction(
             "offloadd.resident_fraction",
             own.resident_fraction.unwrap_or(0.0),
@@ -472,8 +473,8 @@ impl Choices {
             gradients: chosen(gradients?),
             activations: activations?,
             shard: shard?,
-            moments: moments?,
-            master: master?,
+            moments: moments?.word(),
+            master: master?.word(),
             staging_bytes: staging_bytes?.unwrap_or(0),
             unit_bytes_max: unit_bytes_max?.unwrap_or(UNIT_BYTES_MAX),
             optimizer_device: chosen(optimizer_device?),
@@ -503,6 +504,29 @@ mod tests {
 
     fn read(tree: Value) -> Result<PackageSettings, String> {
         check(tree, "ds.json", 1).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn deepspeeds_switches_of_masters_and_moments_are_read_and_contradict_no_key() {
+        let of = |bf16: Value, own: Value| {
+            let found = read(json!({"bf16": bf16, "offloadd": own}))?;
+            Ok::<_, String>([found.master, found.moments])
+        };
+        let on = json!({"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true});
+        let off = json!({"bf16_master_weights_and_grads": false, "bf16_optimizer_states": false});
+        assert_eq!(of(json!({}), json!({})).unwrap(), ["fp32", "fp32"]);
+        assert_eq!(of(off.clone(), json!({})).unwrap(), ["fp32", "fp32"]);
+        assert_eq!(of(on.clone(), json!({})).unwrap(), ["bf16", "bf16"]);
+        let same = json!({"master": "bf16", "moments": "bf16"});
+        assert_eq!(of(on.clone(), same.clone()).unwrap(), ["bf16", "bf16"]);
+        for (bf16, own) in [(on, json!({"master": "fp32"})), (off, same)] {
+            let text = of(bf16, own).unwrap_err();
+            let part = "contradicts bf16.bf16_master_weights_and_grads: leave one of them out";
+            assert!(
+                text.contains("offloadd.master") && text.contains(part),
+                "{text}"
+            );
+        }
     }
 
     #[test]

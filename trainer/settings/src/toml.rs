@@ -169,6 +169,8 @@ keys! {
     pub struct Bf16Toml {
         pub enabled: Option<Switch>,
         pub check_grad_overflow: Option<bool>,
+        pub bf16_master_weights_and_grads: Option<bool>,
+        pub bf16_optimizer_states: Option<bool>,
     }
 
     /// `fp16`: DeepSpeed's table for fp16 and loss scaling.

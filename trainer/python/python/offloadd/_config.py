@@ -66,6 +66,8 @@ class Settings:
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.
     moments: str
+    # "fp32" or "bf16": how the masters of bfloat16 parameters are stored.
+    master: str
     # Ranks that have parts of one sequence.
     sequence_parallel_size: int
     # Bytes of a unit above which the experts of a layer are divided.

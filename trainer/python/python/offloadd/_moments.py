@@ -28,7 +28,7 @@ class Moments:
 
     def __init__(self, commits: Commits, rewriting: Rewriting) -> None:
         self._commits, self._rewriting = commits, rewriting
-        self.names = MOMENTS[commits.settings.rule]
+        self.names, self.master = MOMENTS[commits.settings.rule], commits.settings.master
         self.gathering, self.reading = commits.engine.gathering, commits.engine.reading
 
     def params(self) -> list[nn.Parameter]:
@@ -39,7 +39,7 @@ class Moments:
     @property
     def bytes(self) -> int:
         """Bytes of all moments, and of the masters that go with them."""
-        return sum(param.numel() * state_bytes(param, self.names) for param in self.params())
+        return sum(param.numel() * state_bytes(param, self.names, self.master) for param in self.params())
 
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""
@@ -112,9 +112,14 @@ class ParamState(dict):
         return dict, ({name: plain(value) for name, value in self.items()},)
 
 
-def state_bytes(param: torch.Tensor, names: Sequence[str]) -> int:
+def state_bytes(param: torch.Tensor, names: Sequence[str], master: str) -> int:
     """Bytes of an element's moments `names` in PyTorch's form, and of the master of a 16-bit parameter."""
-    return 4 * (len(names) + (param.dtype != torch.float32))
+    return 4 * (len(names) + _has_master(param, master))
+
+
+def _has_master(param: torch.Tensor, master: str) -> bool:
+    """Whether there is a master beside a parameter, where the setting is `master`."""
+    return param.dtype != torch.float32 and master == "fp32"
 
 
 def updates_in(state: Mapping[str, Any]) -> int:
@@ -122,11 +127,13 @@ def updates_in(state: Mapping[str, Any]) -> int:
     return int(state.get("step", 1))
 
 
-def state_of(param: torch.Tensor, updates: int, values: list[torch.Tensor], name: Callable[[], str], reader: Reader, names: Sequence[str]) -> ParamState:
-    """The state of a parameter that has `updates`, of its fp32 master and its moments `names`."""
+def state_of(
+    param: torch.Tensor, updates: int, values: list[torch.Tensor], name: Callable[[], str], reader: Reader, names: Sequence[str], setting: str
+) -> ParamState:
+    """The state of a parameter that has `updates`, of its fp32 master, if the `setting` gives it one, and its moments `names`."""
     step, master, *others = (torch.tensor(float(updates)), *values)
     found = {"step": step, **dict(zip(names, others))}
-    if param.dtype != torch.float32:
+    if _has_master(param, setting):
         found[MASTER] = master
     return ParamState({key: _to_read(value, name, reader) for key, value in found.items()})
 
@@ -171,7 +178,7 @@ class States(Mapping):
             self._read = unit, moments.read(unit)
         offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
         values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
-        return state_of(param, updates, values, lambda: gathering.name(param), reading, moments.names)
+        return state_of(param, updates, values, lambda: gathering.name(param), reading, moments.names, moments.master)
 
     def __setitem__(self, *_: Any, **__: Any) -> Any:
         raise no_write("optimizer.state")

@@ -349,7 +349,7 @@ class OptimizerRun:
     @property
     def moment_bytes(self) -> int:
         """Bytes of this rank's moments, and of the masters that go with them."""
-        return sum(local_of(param).numel() * state_bytes(param, self.names) for param in self.updated())
+        return sum(local_of(param).numel() * state_bytes(param, self.names, self.settings.master) for param in self.updated())
 
     def read(self, unit: ParamUnit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a unit in fp32, in host memory. All ranks must call it."""
@@ -480,7 +480,7 @@ class OptimizerStates(States):
         values = [flat.as_strided(local.size(), local.stride()) for flat in flats]
         if is_dtensor(param):
             values = [_as_dtensor(value, param) for value in values]
-        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names)
+        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names, run.settings.master)
 
 
 def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:

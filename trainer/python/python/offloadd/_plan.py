@@ -13,7 +13,7 @@ import torch
 
 from . import _offloadd
 from ._config import Settings
-from ._errors import Error, NoSpace
+from ._errors import Error, NoSpace, NotSupported
 from ._memory import GpuDevice
 from ._nodes import Places
 from ._program import BIN
@@ -213,6 +213,7 @@ def engine_plan(
         "resident_fraction": settings.resident_fraction,
         "gradients_fraction": _gradients_fraction(settings, units, places),
         "moments": settings.moments,
+        "master": _master(settings, units),
         "optimizer": settings.rule,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
@@ -225,6 +226,17 @@ def engine_plan(
         "tile_elems": tile_elems,
         "bus_bytes": bus_bytes,
     }
+
+
+def _master(settings: Settings, units: list[Unit]) -> str:
+    """How masters are stored. Refuses bf16 where no trained parameter is its own master then, and for float16."""
+    types = {unit.dtype for unit in units if unit.trained}
+    if settings.master == "bf16" and types and (torch.float16 in types or torch.bfloat16 not in types):
+        raise NotSupported(
+            f'offloadd.master = "bf16" is for trained parameters in bfloat16 (beside others in float32), and these are in '
+            f"{' and '.join(sorted(map(_type, types)))}: leave it out, or convert the model with model.to(torch.bfloat16)"
+        )
+    return settings.master
 
 
 # What may differ between nodes, and what may differ between the ranks of a node.

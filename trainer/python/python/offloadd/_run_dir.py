@@ -115,7 +115,7 @@ def check_place(run_dir: Path) -> None:
 
 
 def check_moments(run_dir: Path, settings: Settings) -> None:
-    """Refuses a run whose tiles have other moments, or moments of another type."""
+    """Refuses a run whose tiles have other moments, or moments or masters of another type."""
     store = json.loads((run_dir / STORE).read_text() or "{}")
     rule, kept = store.get("optimizer", "AdamW"), store.get("moments", "fp32")
     if rule != settings.rule:
@@ -126,6 +126,12 @@ def check_moments(run_dir: Path, settings: Settings) -> None:
     if kept != settings.moments:
         raise LayoutChanged(
             f"{run_dir}: it was begun with moments in {kept}, and offloadd.moments is now {settings.moments}; set it to {kept}, or name another "
+            "run_dir (for Hugging Face's Trainer another output_dir)"
+        )
+    kept = store.get("master", "fp32")
+    if kept != settings.master:
+        raise LayoutChanged(
+            f"{run_dir}: it was begun with masters in {kept}, and offloadd.master is now {settings.master}; set it to {kept}, or name another "
             "run_dir (for Hugging Face's Trainer another output_dir)"
         )
 
@@ -153,6 +159,8 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
     store["socket"] = str(settings.socket.absolute()) if settings.socket else None
     if settings.moments != "fp32":
         store["moments"] = settings.moments
+    if settings.master != "fp32":
+        store["master"] = settings.master
     if settings.rule != "AdamW":
         store["optimizer"] = settings.rule
     if places.nodes > 1 and settings.device == "nvme":

@@ -47,6 +47,7 @@ class _Alone(Prepared):
         directory: Union[None, Directory, Sequence[Directory]],
         socket: Optional[Directory],
         moments: str,
+        master: str,
         commit_every: int,
         overlap_backward: bool,
         options: Optional[Mapping[str, Any]],
@@ -57,7 +58,7 @@ class _Alone(Prepared):
         self._loading, self._number, self._overlap = False, next(_numbers), overlap_backward
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
-        self._settings = _settings(directories, socket, {"moments": moments, "commit_every": commit_every, **(options or {})})
+        self._settings = _settings(directories, socket, {"moments": moments, "master": master, "commit_every": commit_every, **(options or {})})
         if any(changing.values()):
             raise NotSupported(f"{', '.join(changing)} change the update: leave them out")
 
@@ -139,7 +140,8 @@ class _Alone(Prepared):
             Prepared.state.fset(self, value)
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_dict` of the optimizer in PyTorch, with all of this rank's moments in host memory, and an fp32 `master_param` of 16-bit parameters."""
+        """`state_dict` of the optimizer in PyTorch, with all of this rank's moments in host memory, and the fp32 master of 16-bit parameters that have
+        one, as `master_param`."""
         if self._run is not None:
             check_room(self._run.moment_bytes, "optimizer.state_dict() with all moments")
         whole = torch.optim.Optimizer.state_dict(self)
@@ -164,12 +166,12 @@ class _Alone(Prepared):
 
 
 class AdamW(_Alone, torch.optim.AdamW):
-    """`torch.optim.AdamW` with fp32 masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
+    """`torch.optim.AdamW` with masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
     in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
 
-    `moments` is "fp32" or "bf16". A step is committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while backward makes
-    others, from the second step on, or from the first one after `resume`. `options` has further keys of the section "offloadd" of a configuration, such
-    as `resident_fraction`.
+    `moments` is "fp32" or "bf16". So is `master`: "bf16" keeps no masters beside bfloat16 parameters, and rounds these stochastically. A step is
+    committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while backward makes others, from the second step on, or from the
+    first one after `resume`. `options` has further keys of the section "offloadd" of a configuration, such as `resident_fraction`.
 
     Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
     left in the directory. With several ranks, all must make the same calls.
@@ -192,13 +194,13 @@ class AdamW(_Alone, torch.optim.AdamW):
         directory: Union[None, Directory, Sequence[Directory]] = None,
         socket: Optional[Directory] = None,
         moments: str = "fp32",
+        master: str = "fp32",
         commit_every: int = 1,
         overlap_backward: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(
-            directory, socket, moments, commit_every, overlap_backward, options, {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        )
+        changing = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
+        self._init(directory, socket, moments, master, commit_every, overlap_backward, options, changing)
         # How torch would compute changes nothing here.
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         _optimizers.add(self)
@@ -218,11 +220,12 @@ class Lion(_Alone, _lion.Lion):
         directory: Union[None, Directory, Sequence[Directory]] = None,
         socket: Optional[Directory] = None,
         moments: str = "fp32",
+        master: str = "fp32",
         commit_every: int = 1,
         overlap_backward: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(directory, socket, moments, commit_every, overlap_backward, options, {})
+        self._init(directory, socket, moments, master, commit_every, overlap_backward, options, {})
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
         _optimizers.add(self)
 

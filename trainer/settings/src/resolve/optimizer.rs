@@ -3,7 +3,7 @@
 use super::{Faults, not_negative, value, word};
 use crate::error::SettingsError;
 use crate::reader::{Reader, Said};
-use crate::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
+use crate::toml::{Bf16Toml, OptimizerParamsToml, OptimizerToml, ParamGroupToml};
 use crate::values::{
     Decaying, MasterType, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings,
 };
@@ -27,6 +27,7 @@ pub fn is_left_out(optimizer: &OptimizerToml) -> bool {
 /// optimizer but no rate, PyTorch's.
 pub fn optimizer(
     optimizer: &OptimizerToml,
+    bf16: &Bf16Toml,
     reader: Reader,
     said: &mut Said,
     faults: &mut Faults,
@@ -76,16 +77,8 @@ pub fn optimizer(
         (said.warnings).push("optimizer.params.eps has no effect: Lion has none".into());
     }
     let decay = faults.take(decaying(params));
-    let moments = faults.take(word(
-        "optimizer.moments",
-        optimizer.moments.as_deref(),
-        &[("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)],
-    ));
-    let master = faults.take(word(
-        "optimizer.master",
-        optimizer.master.as_deref(),
-        &[("fp32", MasterType::Fp32), ("bf16", MasterType::Bf16)],
-    ));
+    let moments = faults.take(moments("optimizer.moments", &optimizer.moments, bf16));
+    let master = faults.take(master("optimizer.master", &optimizer.master, bf16));
     let groups = optimizer.groups.iter().flatten();
     let groups = groups.map(|group| faults.take(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
@@ -117,6 +110,47 @@ pub fn optimizer(
             .push(value("optimizer.params.eps", "must be more than 0"));
     }
     Some(settings)
+}
+
+/// Resolves how moments are stored: by our key, or by DeepSpeed's switch.
+pub fn moments(
+    key: &'static str,
+    given: &Option<String>,
+    bf16: &Bf16Toml,
+) -> Result<MomentsType, SettingsError> {
+    let switch = ("bf16_optimizer_states", bf16.bf16_optimizer_states);
+    let words = [("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)];
+    word(key, switched(key, given, switch)?, &words)
+}
+
+/// Resolves how masters of bf16 parameters are stored: by our key, or by DeepSpeed's switch.
+pub fn master(
+    key: &'static str,
+    given: &Option<String>,
+    bf16: &Bf16Toml,
+) -> Result<MasterType, SettingsError> {
+    let switch = (
+        "bf16_master_weights_and_grads",
+        bf16.bf16_master_weights_and_grads,
+    );
+    let words = [("fp32", MasterType::Fp32), ("bf16", MasterType::Bf16)];
+    word(key, switched(key, given, switch)?, &words)
+}
+
+/// Returns the value of `key`, which is `given` or what a switch of DeepSpeed's table `bf16` stands for.
+fn switched<'a>(
+    key: &'static str,
+    given: &'a Option<String>,
+    (switch, on): (&str, Option<bool>),
+) -> Result<Option<&'a str>, SettingsError> {
+    match (given.as_deref(), on) {
+        (None, Some(true)) => Ok(Some("bf16")),
+        (Some(word @ "fp32"), Some(true)) | (Some(word @ "bf16"), Some(false)) => Err(value(
+            key,
+            format!("\"{word}\" contradicts bf16.{switch}: leave one of them out"),
+        )),
+        (given, _) => Ok(given),
+    }
 }
 
 /// Says what to use instead of an optimizer that is not supported.

@@ -65,7 +65,13 @@ pub(super) fn resolve(
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
     let batch = faults.take(batch(&config, seq_len_or_one, ranks));
     let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
-    let optimizer = any_optimizer::optimizer(&config.optimizer, Reader::Trainer, &mut said, faults);
+    let optimizer = any_optimizer::optimizer(
+        &config.optimizer,
+        &config.bf16,
+        Reader::Trainer,
+        &mut said,
+        faults,
+    );
     let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
     // A run without steps has a schedule too, although nothing uses it.
     let lr = faults.take(lr_schedule(

@@ -39,6 +39,7 @@ fn an_unknown_value_is_refused_with_the_list_of_valid_ones() {
         ),
         ("offload.host_memory_bytes", "expected a number of bytes"),
         ("optimizer.moments", "use \"fp32\" or \"bf16\""),
+        ("optimizer.master", "use \"fp32\" or \"bf16\""),
     ] {
         let text = refused(&[(key, json!("tpu"))]);
         assert!(text.contains(key) && text.contains(part), "{text}");

@@ -402,6 +402,39 @@ fn moments_in_bf16_are_shown_and_named_instead_of_8_bit_state() {
 }
 
 #[test]
+fn masters_in_bf16_are_shown_and_belong_to_bf16_runs() {
+    let master = ("optimizer.master", json!("bf16"));
+    let run = run_with(&[master.clone(), ("bf16.enabled", json!(true))]).unwrap();
+    assert_eq!(run.optimizer.master, MasterType::Bf16);
+    assert!(run.summary()[0].ends_with(", masters in bf16"));
+    for (precision, name) in [
+        ("fp16.enabled", "fp16"),
+        ("bf16.check_grad_overflow", "fp32"),
+    ] {
+        let text = refused(&[master.clone(), (precision, json!(true))]);
+        let part = format!("this run's are {name}: set bf16.enabled = true");
+        assert!(
+            text.contains("optimizer.master") && text.contains(&part),
+            "{text}"
+        );
+    }
+    // DeepSpeed's names of both.
+    let switches = [
+        ("bf16.enabled", json!(true)),
+        ("bf16.bf16_master_weights_and_grads", json!(true)),
+        ("bf16.bf16_optimizer_states", json!(true)),
+    ];
+    let optimizer = run_with(&switches).unwrap().optimizer;
+    assert_eq!(optimizer.master, MasterType::Bf16);
+    assert_eq!(optimizer.moments, MomentsType::Bf16);
+    let text = refused(&[&switches[..], &[("optimizer.master", json!("fp32"))]].concat());
+    assert!(
+        text.contains("optimizer.master: \"fp32\" contradicts bf16.bf16_master_weights_and_grads"),
+        "{text}"
+    );
+}
+
+#[test]
 fn lion_has_its_own_betas_and_rate_and_no_eps() {
     let lion = ("optimizer.type", json!("lion"));
     let run = run_with(&[lion.clone(), ("optimizer.params", json!({"eps": 1e-6}))]).unwrap();

@@ -100,31 +100,41 @@ fn the_report_has_its_documented_names() {
 }
 
 #[test]
-fn moments_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
+fn moments_and_masters_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
     let machine = h200(0.0);
-    let of = |kind: &str, moments: &str| {
+    let of = |kind: &str, moments: &str, master: &str| {
         let changes = [
             ("optimizer.type", json!(kind)),
             ("optimizer.moments", json!(moments)),
+            ("optimizer.master", json!(master)),
         ];
         let plan = plan(&large("nvme", "nvme", &changes), &machine);
+        let step = plan.step_bytes;
+        let moved = step.read_bytes() + step.written_bytes;
         (
             plan.memory.table_bytes,
-            plan.step_bytes.written_bytes as u64,
+            step.written_bytes as u64,
+            moved as u64,
         )
     };
     let all = 1_345_000_000u64;
     let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
-    for (kind, moments, bytes_each) in [
-        ("AdamW", "fp32", 12),
-        ("AdamW", "bf16", 8),
-        ("Lion", "fp32", 8),
-        ("Lion", "bf16", 6),
+    // Stored and written once; parameters are read twice, states once.
+    for (kind, moments, master, bytes_each, moved_each) in [
+        ("AdamW", "fp32", "fp32", 12, 26),
+        ("AdamW", "bf16", "fp32", 8, 18),
+        ("Lion", "fp32", "fp32", 8, 18),
+        ("Lion", "bf16", "fp32", 6, 14),
+        ("AdamW", "fp32", "bf16", 10, 22),
+        ("AdamW", "bf16", "bf16", 6, 14),
+        ("Lion", "bf16", "bf16", 4, 10),
     ] {
-        let (stored, written) = of(kind, moments);
+        let (stored, written, moved) = of(kind, moments, master);
         assert!(
-            about(stored, bytes_each * all) && about(written, bytes_each * all),
-            "{kind}, {moments}: {stored} stored, {written} written"
+            about(stored, bytes_each * all)
+                && about(written, bytes_each * all)
+                && about(moved, moved_each * all),
+            "{kind}, {moments}, {master}: {stored} stored, {written} written, {moved} moved"
         );
     }
 }
