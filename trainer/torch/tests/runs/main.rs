@@ -23,6 +23,7 @@ mod installed;
 mod kept;
 mod killed;
 mod leftovers;
+mod masters;
 mod memory;
 mod model_dir;
 mod models;
