@@ -65,13 +65,8 @@ pub(super) fn resolve(
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
     let batch = faults.take(batch(&config, seq_len_or_one, ranks));
     let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
-    let optimizer = any_optimizer::optimizer(
-        &config.optimizer,
-        &config.bf16,
-        Reader::Trainer,
-        &mut said,
-        faults,
-    );
+    let (table, bf16) = (&config.optimizer, &config.bf16);
+    let optimizer = any_optimizer::optimizer(table, bf16, Reader::Trainer, &mut said, faults);
     let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
     // A run without steps has a schedule too, although nothing uses it.
     let lr = faults.take(lr_schedule(
@@ -86,12 +81,10 @@ pub(super) fn resolve(
     let placement = faults.take(placement);
     let model = faults.take(model::model(&config.model, seq_len_or_one, &mut said.notes));
     let precision = faults.take(precision::precision(&config, model.as_ref(), &mut said));
-    if let (Some(optimizer), Some(model)) = (&optimizer, &model) {
-        optimizer::note_unmatched(&optimizer.decay, &model.config, &mut said.notes);
-        optimizer::check_groups(optimizer, &model.config, faults);
-    }
-    if let (Some(optimizer), Some((dtype, _))) = (&optimizer, &precision) {
-        optimizer::check_master(optimizer.master, *dtype, faults);
+    if let Some(optimizer) = &optimizer {
+        let model = model.as_ref().map(|model| &model.config);
+        let dtype = precision.as_ref().map(|(dtype, _)| *dtype);
+        optimizer::check(optimizer, model, dtype, &mut said.notes, faults);
     }
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     faults.take(not_negative("gradient_clipping", gradient_clipping));

@@ -6,12 +6,25 @@ use super::{Faults, value};
 use crate::config::{Decaying, MasterType, OptimizerSettings};
 use crate::model::{Dtype, ModelConfig, UnitLayout, unit_layouts};
 
-/// Refuses a group that no parameter belongs to: its settings would apply nowhere.
-pub(super) fn check_groups(
+/// Checks the optimizer against the model and its precision, as far as they are known.
+pub(super) fn check(
     optimizer: &OptimizerSettings,
-    model: &ModelConfig,
+    model: Option<&ModelConfig>,
+    dtype: Option<Dtype>,
+    notes: &mut Vec<String>,
     faults: &mut Faults,
 ) {
+    if let Some(model) = model {
+        note_unmatched(&optimizer.decay, model, notes);
+        check_groups(optimizer, model, faults);
+    }
+    if let Some(dtype) = dtype {
+        check_master(optimizer.master, dtype, faults);
+    }
+}
+
+/// Refuses a group that no parameter belongs to: its settings would apply nowhere.
+fn check_groups(optimizer: &OptimizerSettings, model: &ModelConfig, faults: &mut Faults) {
     let units = unit_layouts(model);
     let params = || units.iter().flat_map(|unit| &unit.params);
     for group in &optimizer.groups {
@@ -36,7 +49,7 @@ pub(super) fn check_groups(
 }
 
 /// Refuses masters in bf16 beside parameters of another type.
-pub(super) fn check_master(master: MasterType, dtype: Dtype, faults: &mut Faults) {
+fn check_master(master: MasterType, dtype: Dtype, faults: &mut Faults) {
     if master == MasterType::Bf16 && dtype != Dtype::Bf16 {
         faults.0.push(value(
             "optimizer.master",
@@ -55,7 +68,7 @@ fn example(units: &[UnitLayout]) -> &str {
 
 /// Notes texts of `no_decay` that occur in no parameter's name. Not an error: the same list is often used for
 /// many models.
-pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut Vec<String>) {
+fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut Vec<String>) {
     let Decaying::AllBut(patterns) = decay else {
         return;
     };
