@@ -131,6 +131,25 @@ impl Vectors {
         let master = _mm256_fmadd_ps(self.minus_step_size, direction, decayed);
         (canonical(master), canonical(momentum))
     }
+
+    /// Returns the new masters.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn sgd(&self, master: Block, grad: Block) -> Block {
+        [
+            self.sgd_vector(master[0], grad[0]),
+            self.sgd_vector(master[1], grad[1]),
+        ]
+    }
+
+    /// Corresponds to `scalar::sgd`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn sgd_vector(&self, master: __m256, grad: __m256) -> __m256 {
+        let grad = _mm256_mul_ps(grad, self.grad_scale);
+        let grad = _mm256_fmadd_ps(self.minus_decay, master, grad);
+        canonical(_mm256_fmadd_ps(self.minus_step_size, grad, master))
+    }
 }
 
 /// `scalar::sign`.

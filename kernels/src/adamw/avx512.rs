@@ -83,6 +83,15 @@ impl Vectors {
         store(canonical(momentum), momentum_in_out);
         canonical(master)
     }
+
+    /// Returns the new masters, like `scalar::sgd`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn sgd(&self, master: Block, grad: Block) -> Block {
+        let grad = _mm512_mul_ps(grad, self.grad_scale);
+        let grad = _mm512_fmadd_ps(self.minus_decay, master, grad);
+        canonical(_mm512_fmadd_ps(self.minus_step_size, grad, master))
+    }
 }
 
 /// `scalar::sign`.

@@ -3,7 +3,7 @@
 //! ```text
 //!   param tile   [ parameter; n ]
 //!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
-//!                                              fp32 or bf16        like the momentum; Lion has none
+//!                                              fp32 or bf16        like the momentum; Lion has none, and SGD neither
 //!   grad tile    [ gradient; n ]
 //! ```
 //!
@@ -26,6 +26,8 @@ pub enum UpdateRule {
     AdamW,
     /// Lion, with momentum alone.
     Lion,
+    /// Plain SGD, without moments: also both halves of Muon, whose momentum is a tile of its own.
+    Sgd,
 }
 
 /// Storage of a parameter's master beside its moments.
@@ -129,6 +131,7 @@ impl TileFormat {
         match self.rule {
             UpdateRule::AdamW => [bytes; 2],
             UpdateRule::Lion => [bytes, 0],
+            UpdateRule::Sgd => [0; 2],
         }
     }
 }
@@ -155,7 +158,7 @@ pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
 }
 
 /// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty where the
-/// parameter is the master, the last for Lion.
+/// parameter is the master, the last for Lion, the last two for SGD.
 pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 3] {
     let [momentum, variance] = moment_offsets_bytes(format, elems);
     let [momentum_bytes, variance_bytes] = format.moment_bytes();
@@ -255,6 +258,7 @@ pub(super) enum MomentPlanes<'a> {
     Lion {
         momentum: &'a mut [f32],
     },
+    Sgd,
 }
 
 /// The planes whose types depend on the storage of the master.
@@ -275,7 +279,7 @@ pub(super) enum Weights<'a> {
     },
 }
 
-/// The stored bytes of a range of elements, plane by plane. Lion's variance is empty.
+/// The stored bytes of a range of elements, plane by plane. Moments that the rule does not have are empty.
 pub(super) struct Planes<'a> {
     pub(super) param: &'a mut [u8],
     pub(super) first: &'a mut [u8],

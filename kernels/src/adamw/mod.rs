@@ -59,7 +59,7 @@ pub struct Hyper {
     pub beta2: f32,
     /// Added to the root of the variance. Lion has none.
     pub eps: f32,
-    /// Decoupled weight decay: a step subtracts `lr * weight_decay` of the weight.
+    /// Weight decay: a step subtracts `lr * weight_decay` of the weight.
     pub weight_decay: f32,
     /// Number of the step, from 1, for bias correction.
     pub step: u64,
@@ -183,6 +183,7 @@ fn step_part(
                     variance: &mut *v,
                 },
                 UpdateRule::Lion => MomentPlanes::Lion { momentum: &mut *m },
+                UpdateRule::Sgd => MomentPlanes::Sgd,
             },
         };
         step_chunk(set, scalars, elements);

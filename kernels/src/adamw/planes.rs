@@ -41,6 +41,13 @@ macro_rules! step_planes {
                         moments: MomentPlanes::Lion { momentum },
                     }
                 }
+                MomentPlanes::Sgd => {
+                    let update = |master, (), grad| v.sgd(master, grad);
+                    Elements {
+                        weights: step_weights(weights, std::iter::repeat(()), update),
+                        moments: MomentPlanes::Sgd,
+                    }
+                }
             };
             scalar::step(s, rest);
         }

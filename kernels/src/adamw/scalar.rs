@@ -1,4 +1,4 @@
-//! Defines one step of AdamW and of Lion, operation by operation. The vector files compute these operations in this order.
+//! Defines one step of AdamW, of Lion and of SGD, operation by operation. The vector files compute these operations in this order.
 //!
 //! AdamW: Kingma & Ba, "Adam", ICLR 2015, algorithm 1, with the decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay
 //! Regularization", ICLR 2019, algorithm 2 (the decay scaled by the learning rate, as every framework has it). For step t:
@@ -18,10 +18,19 @@
 //!   m = beta2 m + (1 - beta2) g
 //! ```
 //!
-//! All in fp32; each line of [`adamw`] and [`lion`] is one rounding, with division and square root as in IEEE 754. Values that
+//! SGD without momentum, as `torch.optim.SGD` has it. With a weight decay of 1 it is a mean of the weight and `-g`:
+//!
+//! ```text
+//!   g = grad * grad_scale + weight_decay p
+//!   p = p - lr g
+//! ```
+//!
+//! All in fp32; each line of [`adamw`], [`lion`] and [`sgd`] is one rounding, with division and square root as in IEEE 754. Values that
 //! depend on the step alone are computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the
 //! canonical NaN. Moments in bf16 are widened before and rounded after
 //! these operations (`rounding.rs`).
+
+use std::iter;
 
 use super::Hyper;
 use super::layout::{Elements, MomentPlanes, UpdateRule, Weights};
@@ -39,9 +48,9 @@ pub(super) struct Scalars {
     /// 1 / sqrt(1 - beta2^t)
     pub(super) root_correction: f32,
     pub(super) eps: f32,
-    /// -lr weight_decay
+    /// -lr weight_decay; weight_decay itself for SGD
     pub(super) minus_decay: f32,
-    /// -lr / (1 - beta1^t) for AdamW, -lr for Lion
+    /// -lr / (1 - beta1^t) for AdamW, -lr for Lion and SGD
     pub(super) minus_step_size: f32,
     pub(super) random: RandomBits,
 }
@@ -59,7 +68,7 @@ impl Scalars {
         );
         let correction1 = match rule {
             UpdateRule::AdamW => 1.0 - power(beta1, hyper.step),
-            UpdateRule::Lion => 1.0,
+            UpdateRule::Lion | UpdateRule::Sgd => 1.0,
         };
         let correction2 = 1.0 - power(beta2, hyper.step);
         Self {
@@ -70,7 +79,12 @@ impl Scalars {
             one_minus_beta2: (1.0 - beta2) as f32,
             root_correction: (1.0 / correction2.sqrt()) as f32,
             eps: hyper.eps,
-            minus_decay: (-lr * f64::from(hyper.weight_decay)) as f32,
+            minus_decay: match rule {
+                UpdateRule::AdamW | UpdateRule::Lion => {
+                    (-lr * f64::from(hyper.weight_decay)) as f32
+                }
+                UpdateRule::Sgd => hyper.weight_decay,
+            },
             minus_step_size: (-lr / correction1) as f32,
             random: hyper.rounding.of_step(hyper.step),
         }
@@ -115,6 +129,14 @@ fn lion(s: &Scalars, master: f32, m: &mut f32, grad: f32) -> f32 {
     number::canonical(master)
 }
 
+/// Returns the new master of one element.
+#[inline(always)]
+fn sgd(s: &Scalars, master: f32, grad: f32) -> f32 {
+    let grad = grad * s.grad_scale;
+    let grad = s.minus_decay.mul_add(master, grad);
+    number::canonical(s.minus_step_size.mul_add(grad, master))
+}
+
 /// Returns 1 or -1; a zero and a NaN stay as they are, as with PyTorch's `sign`.
 #[inline(always)]
 fn sign(x: f32) -> f32 {
@@ -142,6 +164,11 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
         MomentPlanes::Lion { momentum } => {
             let moments = momentum.iter_mut();
             each(weights, moments, |master, m, grad| lion(s, master, m, grad));
+        }
+        MomentPlanes::Sgd => {
+            each(weights, iter::repeat(()), |master, (), grad| {
+                sgd(s, master, grad)
+            });
         }
     }
 }

@@ -33,7 +33,7 @@ pub struct Kernels {
 
 /// Parts of the names of the kernels of `adamw.cu`: by rule, by master with gradients of its own type and then of fp32, and by
 /// moments.
-const RULES: [&str; 2] = ["adamw_", "lion_"];
+const RULES: [&str; 3] = ["adamw_", "lion_", "sgd_"];
 const MASTERS: [&str; 7] = [
     "split_bf16",
     "fp32",
@@ -63,6 +63,7 @@ fn step_index(format: TileFormat, grad_type: GradType) -> usize {
     let rule = match rule {
         UpdateRule::AdamW => 0,
         UpdateRule::Lion => 1,
+        UpdateRule::Sgd => 2,
     };
     let master = match (master, grad_type) {
         (Master::SplitBf16, GradType::Bf16) => 0,
@@ -152,7 +153,7 @@ impl Kernels {
     /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`].
     ///
     /// Moves 26 bytes per element (split bf16), 22 (bf16 master), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
-    /// less for each moment in bf16. Lion moves no variance: eight less.
+    /// less for each moment in bf16. Lion moves no variance: eight less; SGD no momentum either.
     ///
     /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,
     /// `hyper.step` is 0, or the gradients are of the other 16-bit type.

@@ -52,7 +52,16 @@ fn sizes_are_those_the_design_counts_with() {
             (2, 2, 4),
             (4, 4, 2),
             (2, 2, 6),
-            (2, 2, 2)
+            (2, 2, 2),
+            // SGD
+            (2, 2, 2),
+            (4, 4, 0),
+            (2, 2, 4),
+            (2, 2, 0),
+            (2, 2, 2),
+            (4, 4, 0),
+            (2, 2, 4),
+            (2, 2, 0),
         ]
     );
     let tile_bytes = |elems| -> Vec<usize> {
@@ -61,8 +70,8 @@ fn sizes_are_those_the_design_counts_with() {
             .collect()
     };
     // One element: each plane is padded to 64 bytes.
-    let (adamw, lion) = ([192, 128, 192, 128], [128, 64, 128, 64]);
-    assert_eq!(tile_bytes(1), [adamw, adamw, lion, lion].concat());
+    let (adamw, lion, sgd) = ([192, 128, 192, 128], [128, 64, 128, 64], [64, 0, 64, 0]);
+    assert_eq!(tile_bytes(1), [adamw, adamw, lion, lion, sgd, sgd].concat());
     // 33 elements: 66 bytes of each 16-bit plane, 132 of each fp32 plane.
     assert_eq!(
         tile_bytes(33),
@@ -82,7 +91,15 @@ fn sizes_are_those_the_design_counts_with() {
             128 * 2,
             128,
             192 + 128,
-            128
+            128,
+            128,
+            0,
+            192,
+            0,
+            128,
+            0,
+            192,
+            0
         ]
     );
 }

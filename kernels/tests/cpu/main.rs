@@ -8,5 +8,6 @@ mod bf16_moments;
 mod common;
 mod lion;
 mod reduce;
+mod sgd;
 #[path = "../shared/mod.rs"]
 mod shared;

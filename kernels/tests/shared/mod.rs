@@ -10,7 +10,7 @@ pub(crate) const MASTERS: [Master; 3] = [Master::SplitBf16, Master::Fp32, Master
 
 /// Every format of a tile.
 pub(crate) fn formats() -> impl Iterator<Item = TileFormat> {
-    let rules = [UpdateRule::AdamW, UpdateRule::Lion].into_iter();
+    let rules = [UpdateRule::AdamW, UpdateRule::Lion, UpdateRule::Sgd].into_iter();
     rules.flat_map(|rule| {
         let of = move |moments| {
             let masters = MASTERS.into_iter().chain([Master::Bf16]);

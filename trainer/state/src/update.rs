@@ -16,6 +16,9 @@ use swapper::{Optimizer, TileBytes, TileRange, TileUpdate};
 /// time.
 pub const GPU_UPDATERS: usize = 3;
 
+/// Least bytes of the state of a tile: where all state is in the parameters, as with SGD and fp32, a line stands for it.
+const STATE_BYTES_MIN: usize = 64;
+
 /// Bytes of tiles of `format` whose gradients take `grad_bytes` each.
 pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
     /// A function for each format: the swapper's settings hold no closure.
@@ -29,7 +32,7 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
                 } => |elems| {
                     let (rule, master) = (UpdateRule::$rule, Master::$master);
                     let moments = Moments::$moments;
-                    state_tile_bytes(TileFormat { rule, master, moments }, elems)
+                    state_tile_bytes(TileFormat { rule, master, moments }, elems).max(STATE_BYTES_MIN)
                 },)*)*
             }
         };
@@ -42,6 +45,8 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
             AdamW Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Lion Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Lion Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Sgd Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Sgd Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
         ),
     }
 }
@@ -262,6 +267,21 @@ mod tests {
         );
         assert_eq!(split(12..18), [(0..6, 0.5, 0.5)]);
         assert_eq!(split(50..60), [(0..10, 0.125, 0.5)]);
+    }
+
+    #[test]
+    fn no_tile_of_a_trained_unit_is_empty() {
+        let bytes = |rule, master: Master| {
+            let format = TileFormat {
+                rule,
+                ..master.into()
+            };
+            (tile_bytes(format, 4).state_tile_bytes)(1000)
+        };
+        assert_eq!(bytes(UpdateRule::Sgd, Master::Fp32), STATE_BYTES_MIN);
+        // Padded to a line.
+        assert_eq!(bytes(UpdateRule::Sgd, Master::SplitBf16), 2048);
+        assert_eq!(bytes(UpdateRule::AdamW, Master::Fp32), 2 * 4032);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-// One step of AdamW or Lion over the elements [start, end) of a tile: the operations of adamw/scalar.rs in their order,
+// One step of AdamW, Lion or SGD over the elements [start, end) of a tile: the operations of adamw/scalar.rs in their order,
 // each with its own rounding.
 //
 // A thread takes four elements that start at a multiple of four: 8 bytes of a 16-bit plane and 16 of an fp32 plane, so
@@ -58,6 +58,14 @@ struct Lion {
         float decayed = fma_f32(s.minus_decay, master, master);
         master = canonical(fma_f32(s.minus_step_size, direction, decayed));
         momentum = canonical(m);
+    }
+};
+
+struct Sgd {
+    static DEVICE void update(const Scalars &s, float &master, float &, float &, float grad) {
+        grad = grad * s.grad_scale;
+        grad = fma_f32(s.minus_decay, master, grad);
+        master = canonical(fma_f32(s.minus_step_size, grad, master));
     }
 };
 
@@ -210,7 +218,9 @@ DEVICE void step(const Scalars &s, const Random &random, typename Master::Param 
     STEP(adamw_##name, AdamW, Master, Grad, Fp32Moment, Fp32Moment)                                  \
     STEP(adamw_##name##_bf16_moments, AdamW, Master, Grad, Bf16Moment, Bf16Moment)                   \
     STEP(lion_##name, Lion, Master, Grad, Fp32Moment, NoMoment)                                      \
-    STEP(lion_##name##_bf16_moments, Lion, Master, Grad, Bf16Moment, NoMoment)
+    STEP(lion_##name##_bf16_moments, Lion, Master, Grad, Bf16Moment, NoMoment)                       \
+    STEP(sgd_##name, Sgd, Master, Grad, NoMoment, NoMoment)                                          \
+    STEP(sgd_##name##_bf16_moments, Sgd, Master, Grad, NoMoment, NoMoment)
 
 STEPS(split_bf16, SplitBf16, Bf16Grad)
 STEPS(split_bf16_fp32_grad, SplitBf16, Fp32Grad)
