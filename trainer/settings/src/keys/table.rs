@@ -204,7 +204,7 @@ const ZERO: &[Key] = &[
     key("zero_optimization.override_module_apply", Unused, "there are no Python modules").package(Unused, "modules are changed with `GatheredParameters`"),
     key("zero_optimization.log_trace_cache_warnings", Unused, "the order of a step is known, nothing is traced").package(Unused, "an order of blocks that changes again and again is said once"),
     key("zero_optimization.enable_sanity_checks", Unused, "the trainer's own checks are always on").package(Unused, "the checks are always on"),
-    key("zero_optimization.save_muon_momentum_buffer_in_memory", Refused, "leave it out: there is no Muon").package(Refused, "leave it out: there is no Muon"),
+    key("zero_optimization.save_muon_momentum_buffer_in_memory", Refused, "leave it out: only offloadd.optim.Muon of the Python package is Muon").package(Refused, "leave it out: only offloadd.optim.Muon of the Python package is Muon"),
     table("zero_optimization.leaf_module", "classes names name_suffixes", Unused, "a unit is a transformer block, gathered whole").package(Unused, "a unit is a block of the model, gathered whole; offloadd.units names others"),
     table("zero_optimization.zenflow", "topk_ratio select_strategy select_interval update_interval full_warm_up_rounds overlap_step offload auto_ratio pt_reserved_cores_perc", Refused, "leave it out: updates overlap computing without changing the result (offload.optimizer_step)").package(Refused, "leave it out: updates overlap computing without changing the result (offloadd.optimizer_step)"),
 ];

@@ -157,13 +157,17 @@ fn switched<'a>(
 fn instead_of(kind: &str, reader: Reader) -> &'static str {
     let kind = kind.to_ascii_lowercase();
     if reader == Reader::Package {
-        return if kind.contains("8bit") || kind.contains("paged") {
+        return if kind.contains("muon") {
+            "use \"AdamW\", \"Adam\" or \"Lion\"; or offloadd.optim.Muon in a loop of your own, whose parameters stay in memory"
+        } else if kind.contains("8bit") || kind.contains("paged") {
             "use \"AdamW\" with offloadd.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
         } else {
             "use \"AdamW\", \"Adam\" or \"Lion\""
         };
     }
-    if kind == "adafactor" {
+    if kind.contains("muon") {
+        "use \"AdamW\" or \"Lion\"; the Python package has Muon, for models whose parameters fit into GPU memory: offloadd.optim.Muon"
+    } else if kind == "adafactor" {
         "its factored second moments need whole matrices, and tiles are parts of them; use \"Lion\", or \"AdamW\" with optimizer.moments = \"bf16\", whose state is small too"
     } else if kind.starts_with("onebit") || kind.starts_with("zeroone") {
         "it compresses gradients between GPUs, which this program sends whole; use \"AdamW\" with its lr, betas, eps and weight_decay, and leave out what configures the compression"

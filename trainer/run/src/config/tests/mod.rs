@@ -671,7 +671,10 @@ fn a_run_whose_learning_rate_stays_0_is_warned_about() {
 #[test]
 fn other_optimizers_are_refused_by_name_with_what_to_do() {
     for (kind, part) in [
-        ("Muon", "\"Muon\" is not supported: use \"AdamW\""),
+        (
+            "Muon",
+            "\"Muon\" is not supported: use \"AdamW\" or \"Lion\"; the Python package has Muon",
+        ),
         (
             "adafactor",
             "need whole matrices, and tiles are parts of them",
