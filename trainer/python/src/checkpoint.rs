@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 use pyo3::prelude::*;
 use serde_json::{Value, json};
 use swapper::{Kind, Swapper, SwapperError, SwapperSettings, TileRange, UninitTile};
-use training_settings::OptimizerKind;
 use training_state::fingerprint::Fingerprint;
 use training_state::ranks::{RankError, Ranks};
 use training_state::run::{
@@ -19,7 +18,7 @@ use training_state::run::{
 
 use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
 use crate::nodes::FirstRanks;
-use crate::open::{Plan, UnitPlan, swapper_settings};
+use crate::open::{Plan, RunOptimizer, UnitPlan, swapper_settings};
 use crate::update::StepHyper;
 
 /// Why a checkpoint was not written or not loaded.
@@ -78,7 +77,7 @@ fn layout(plan: &Plan, frozen: u64) -> Value {
     if plan.master != "fp32" {
         layout["master"] = plan.master.as_str().into();
     }
-    if plan.optimizer != OptimizerKind::AdamW {
+    if plan.optimizer != RunOptimizer::AdamW {
         layout["optimizer"] = plan.optimizer.word().into();
     }
     layout

@@ -427,7 +427,7 @@ impl Core {
     }
 
     /// Copies fp32 masters, momentum and variance of trained `units`, each with three addresses of fp32 numbers for the
-    /// whole unit, as far as this rank has its tiles. Lion's variance is not written. Commits nothing.
+    /// whole unit, as far as this rank has its tiles. Moments that the rule does not have are not written. Commits nothing.
     fn read_state(&self, py: Python<'_>, units: Vec<(usize, [usize; 3])>) -> PyResult<()> {
         self.with(py, |held| {
             let formats = &held.formats;

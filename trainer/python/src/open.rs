@@ -15,7 +15,6 @@ use swapper::{
     Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
-use training_settings::OptimizerKind;
 use training_state::plan::Measured;
 use training_state::ranks::{node_of, ranks_of};
 use training_state::run::{RunId, resolved};
@@ -50,9 +49,9 @@ pub(crate) struct Plan {
     pub(crate) moments: String,
     /// `fp32` or `bf16`: how the masters of bf16 parameters are stored.
     pub(crate) master: String,
-    /// Whose rule updates the parameters.
+    /// Which optimizer updates the parameters.
     #[serde(default)]
-    pub(crate) optimizer: OptimizerKind,
+    pub(crate) optimizer: RunOptimizer,
     commit_every: u64,
     staging_bytes: u64,
     pub(crate) update_threads: usize,
@@ -82,7 +81,38 @@ pub(crate) struct UnitPlan {
     /// Of gradients, as they come and in tiles: `dtype`, or `float32`, whose sums over several passes are not rounded.
     gradient_dtype: String,
     pub(crate) trained: bool,
+    /// Whether it has matrices that Muon updates, or their momentum: tiles without moments.
+    #[serde(default)]
+    muon: bool,
     pub(crate) params: Vec<ParamPlan>,
+}
+
+/// The optimizer of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+pub(crate) enum RunOptimizer {
+    #[default]
+    AdamW,
+    Lion,
+    /// Muon for the units that say so, AdamW for others.
+    Muon,
+}
+
+impl RunOptimizer {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::AdamW => "AdamW",
+            Self::Lion => "Lion",
+            Self::Muon => "Muon",
+        }
+    }
+
+    fn rule(self, unit: &UnitPlan) -> UpdateRule {
+        match self {
+            _ if unit.muon => UpdateRule::Sgd,
+            Self::AdamW | Self::Muon => UpdateRule::AdamW,
+            Self::Lion => UpdateRule::Lion,
+        }
+    }
 }
 
 /// How a unit's numbers are stored.
@@ -219,14 +249,13 @@ impl Plan {
             "bf16" => Moments::Bf16,
             other => return Err(Error::new_err(format!("moments of type {other}"))),
         };
-        let rule: UpdateRule = self.optimizer.into();
-        let units = self.units.iter();
         let bf16 = match self.master.as_str() {
             "fp32" => Master::SplitBf16,
             "bf16" => Master::Bf16,
             other => return Err(Error::new_err(format!("masters of type {other}"))),
         };
-        units.map(|unit| unit.format(rule, moments, bf16)).collect()
+        let format = |unit: &UnitPlan| unit.format(self.optimizer.rule(unit), moments, bf16);
+        self.units.iter().map(format).collect()
     }
 
     /// Whether tiles go to devices.
@@ -290,8 +319,8 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
 /// Names the contents of tiles. A job with others is refused: its tiles may have the same size.
 fn layout_text(plan: &Plan) -> String {
     let text = match (plan.optimizer, plan.moments.as_str()) {
-        (OptimizerKind::AdamW, "fp32") => String::new(),
-        (OptimizerKind::AdamW, other) => format!("moments in {other}"),
+        (RunOptimizer::AdamW, "fp32") => String::new(),
+        (RunOptimizer::AdamW, other) => format!("moments in {other}"),
         (kind, moments) => format!("{}, moments in {moments}", kind.word()),
     };
     match plan.master.as_str() {

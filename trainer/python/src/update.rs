@@ -83,6 +83,8 @@ impl ByParam {
 pub(crate) fn init(format: &Format, from: &[u8], tile: &mut UninitTile<'_>) {
     match format.update {
         Some(Updated { format, .. }) => {
+            // A state may be longer than its format needs.
+            tile.state.fill(0);
             init_tile(
                 format,
                 &masters(format.master, from),
@@ -108,7 +110,7 @@ pub(crate) fn rewrite(
     rewrite_masters(format, params, &new, tile);
 }
 
-/// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes; Lion's variance is empty.
+/// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes; those that the rule does not have are empty.
 pub(crate) fn read_state(format: &Format, param: &[u8], state: &[u8]) -> [Vec<u8>; 3] {
     let param_bytes = format.param_bytes;
     let Updated { format, .. } = format.update.expect("only trained units have state");
@@ -160,7 +162,7 @@ pub(crate) fn rewrite_moments(
     let elems = tile.param.len() / format.param_bytes;
     let Updated { format, .. } = format.update.expect("only trained units are rewritten");
     let [_, momentum, variance] = state_planes(format, elems);
-    // Lion has no variance.
+    // Lion has no variance, and Muon's tiles have no moments.
     let planes = [momentum, variance].into_iter().zip(new);
     for (plane, new) in planes.filter(|(plane, _)| !plane.is_empty()) {
         let plane = &mut tile.state[plane];

@@ -187,6 +187,21 @@ def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
         assert all(torch.equal(ours[name], value) for name, value in weights.items())
 
 
+@needs_daemon
+@needs_compiler
+def test_muon_has_the_bits_of_the_processors(fake, tmp_path):
+    found = []
+    for name, make, given in (
+        ("cpu", functools.partial(forks.start, HERE / "scripts" / "muon.py"), {}),
+        ("gpu", functools.partial(start, fake, "muon.py"), {"options": {"compute_device": "cuda:0", "optimizer_device": "gpu"}, "overlap_backward": True}),
+    ):
+        process = make(tmp_path / name, json.dumps(given))
+        out, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found.append(out.splitlines())
+    assert len(found[0]) == 10 and found[0] == found[1]
+
+
 class Ahead(HostMemory):
     """Brings units ahead, in the calling thread."""
 

@@ -268,8 +268,14 @@ def test_what_the_page_shows_runs(tmp_path):
     assert names["done"] == 0 and names["optimizer"].steps_done == 4
     again = snippet(0, tmp_path, {"model": llama(), "loader": loader(5)})
     assert again["done"] == 4 and again["optimizer"].steps_done == 5
-    (tmp_path / "fsdp2").mkdir()
-    (tmp_path / "accelerate").mkdir()
+    for name in ("muon", "fsdp2", "accelerate"):
+        (tmp_path / name).mkdir()
+    model = llama()
+    muon = snippet(6, tmp_path / "muon", {"model": model})["optimizer"]
+    model(**loader(1)[0]).loss.backward()
+    muon.step()
+    assert len(muon.param_groups[0]["params"]) == 21 and sum("momentum_buffer" in one for one in muon.state_dict()["state"].values()) == 21
+    muon.close()
     for one in on_ranks(2, tmp_path / "store", of_the_page, tmp_path / "fsdp2", False):
         assert one is None, one
     found = on_ranks(2, tmp_path / "store-accelerate", of_the_page, tmp_path / "accelerate", True)

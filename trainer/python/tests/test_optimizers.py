@@ -30,6 +30,7 @@ OPTIONS = [
 ]
 
 ADAMW = r'use torch.optim.AdamW \(a Trainer makes it with optim="adamw_torch"\)'
+MUON = "use offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks"
 LION = r'use lion_pytorch.Lion \(a Trainer makes it with optim="lion_32bit"\)'
 BYTES = r', whose moments take {} bytes a parameter, {} with offloadd.moments = "bf16", in host memory or on drives and none on a GPU'
 # Those are not installed: classes with the modules and names of the real ones.
@@ -52,6 +53,7 @@ OTHERS = {
         ],
         ADAMW + BYTES.format(8, 4) + '; those of optim="lion_32bit" take half',
     ),
+    **dict.fromkeys(["muon.MuonWithAuxAdam", "muon.SingleDeviceMuonWithAuxAdam", "dion.muon.Muon"], MUON),
     **dict.fromkeys(["bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit", "pytorch_optimizer.optimizer.lion.Lion"], LION + BYTES.format(4, 2)),
     **dict.fromkeys(
         [
@@ -78,7 +80,9 @@ def test_every_optimizer_of_torch_is_taken_or_refused_by_its_name():
     for name, options, message in OPTIONS:
         with pytest.raises(offloadd.NotSupported, match=message):
             check_optimizer(TORCHS[name](PARAMS, **options))
-    others = sorted(set(TORCHS) - {"Adam", "AdamW"})
+    with pytest.raises(offloadd.NotSupported, match=f"the optimizer is torch.optim.Muon, .* only: {MUON}, without offloadd.prepare"):
+        check_optimizer(TORCHS["Muon"](PARAMS))
+    others = sorted(set(TORCHS) - {"Adam", "AdamW", "Muon"})
     assert len(others) > 10
     for name in others:
         with pytest.raises(offloadd.NotSupported, match=f"the optimizer is torch.optim.{name}, and offloadd updates .* only: {ADAMW}"):
@@ -143,6 +147,8 @@ def test_every_optimizer_that_a_trainer_names_is_served_or_refused_before_a_mode
         count = 4 if expected == "lion_32bit" else 8
         with pytest.raises(offloadd.NotSupported, match=f'optim="{name}" is not supported: use optim="{expected}"' + BYTES.format(count, count // 2)):
             keep_in_place(args)
+    with pytest.raises(offloadd.NotSupported, match="; in a loop of your own, offloadd.optim.Muon, .*: its momentum takes 4 bytes"):
+        rule_named("muon")
 
 
 def trainer_of(tmp_path, optim, **more):

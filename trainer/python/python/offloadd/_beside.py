@@ -6,17 +6,19 @@ The counterpart of `_engine` without hooks: nothing moves in forward and backwar
 from __future__ import annotations
 
 import weakref
+from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any, Iterable, NamedTuple, Optional, Sequence
+from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
 
+from . import _muon
 from ._console import say
 from ._errors import NotSupported
 from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
-from ._param_units import ParamUnit, Piece, flat_like, flat_of, is_dtensor, local_of
+from ._param_units import ParamUnit, Piece, flat_like, flat_of, is_divided, is_dtensor, local_of, part_of, whole_of
 from ._ranks import Ranks
 from ._watch import Watch, bit_sums, unwatch, watch
 
@@ -42,13 +44,15 @@ class Beside:
     """The parameters of one optimizer."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], units: list[ParamUnit], core: Any, ranks: Ranks, gpu: Optional[GpuDevice]) -> None:
-        self.named, self.units, self.core, self.ranks = named, units, core, ranks
+        self.named, self.core, self.ranks = named, core, ranks
+        # Those of parameters, and all: those of momenta too.
+        self.units, self.all_units = [unit for unit in units if not unit.is_momentum], units
         self.order = Order(core.announce)
         # What commits ask of a model and its units.
         self.gathering, self.model = self, SimpleNamespace(named_buffers=lambda: ())
         # Pieces of each parameter, by its id, with their units.
         self.pieces: dict[int, list[tuple[ParamUnit, int]]] = {}
-        for unit in units:
+        for unit in self.units:
             for index, piece in enumerate(unit.params):
                 self.pieces.setdefault(id(piece.param), []).append((unit, index))
         self.name_of = {id(param): name for name, param in named}
@@ -59,6 +63,8 @@ class Beside:
         self._came: dict[int, Seen] = {}
         self._early: set[int] = set()
         self._came_again = self._said = False
+        # Whether some directions may lie in tiles that no step has used.
+        self._torn = False
         self._hooks: list[Any] = []
         self._watches: dict[int, Watch] = {}
         self._written: dict[int, tuple[int, ...]] = {}
@@ -88,7 +94,7 @@ class Beside:
 
     def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether these gradients, unchanged, were handed over already."""
-        return bool(self.seen) and self.seen.keys() == grads.keys() and all(self.seen[key].is_of(grad) for key, grad in grads.items())
+        return bool(self.seen) and not self._torn and self.seen.keys() == grads.keys() and all(self.seen[key].is_of(grad) for key, grad in grads.items())
 
     def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was changed since it was handed over."""
@@ -106,13 +112,13 @@ class Beside:
     def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True) -> None:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
         what was changed since then, if it is to `remember`."""
-        early = self._early if self._is_early(grads) else set()
+        early = self._early if self._is_early(grads) and not self._torn else set()
         self.forget()
         if not early:
             self.core.begin_step()
         units = [unit for unit in self.units if any(id(piece.param) in grads for piece in unit.params)]
         late = [unit for unit in units if unit.index not in early]
-        self.core.announce([(True, unit.index) for unit in late])
+        self.core.announce([(True, _with_gradients(unit).index) for unit in late])
         flats: dict[int, torch.Tensor] = {}
         for unit in late:
             self._take(unit, grads, flats)
@@ -122,16 +128,17 @@ class Beside:
             count = len(unit.params)
             for index, piece in enumerate(unit.params):
                 if id(piece.param) in grads:
-                    sums[id(piece.param)] += sum(squares[unit.index][index::count])
+                    sums[id(piece.param)] += sum(squares[_with_gradients(unit).index][index::count])
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
         self.seen = {key: Seen.now(grad) for key, grad in grads.items()} if remember else {}
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
-        buffer = self.memory.gradient_buffer(unit)
+        taker = _with_gradients(unit)
+        buffer = self.memory.gradient_buffer(taker)
         to, come = [], []
-        for piece, view in zip(unit.params, unit.views(buffer)):
+        for piece, view in zip(unit.params, taker.views(buffer)):
             grad = grads.get(id(piece.param))
             if grad is None or not piece.own:
                 continue
@@ -143,7 +150,7 @@ class Beside:
                 del flats[id(piece.param)]
         if to:
             torch._foreach_copy_(to, come)
-        self.memory.hand_over(unit)
+        self.memory.hand_over(taker)
 
     def take_early(self) -> None:
         """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
@@ -174,7 +181,7 @@ class Beside:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.
                 self._came_again = True
-                self.core.announce([(True, unit.index)])
+                self.core.announce([(True, _with_gradients(unit).index)])
                 self._take(unit, {id(piece.param): piece.param.grad for piece in unit.params}, {})
                 self._early.add(unit.index)
                 self._came_again = False
@@ -207,7 +214,59 @@ class Beside:
     def forget(self) -> None:
         """Forgets what was handed over."""
         self.seen, self.square_sums = {}, {}
-        self._came, self._early, self._came_again = {}, set(), False
+        self._came, self._early, self._came_again, self._torn = {}, set(), False, False
+
+    # Muon
+
+    def give_directions(self, grads: dict[int, torch.Tensor], scales: Mapping[int, float], group_of: Mapping[int, Mapping[str, Any]]) -> None:
+        """Gives the tiles of matrices the direction of their step in place of a gradient. Their gradients are in the tiles of momenta."""
+        units = [unit for unit in self.units if unit.momentum is not None and any(id(piece.param) in grads for piece in unit.params)]
+        if not units:
+            return
+        # Until the step is made: what an interrupt leaves is not used.
+        self._torn = True
+        # One momentum comes while the one before is used.
+        momenta = [(False, unit.momentum.index) for unit in units]
+        directions = [(True, unit.index) for unit in units]
+        ahead = min(self.memory.ahead, 1)
+        self.core.announce([*momenta[:ahead], *(op for both in zip_longest(momenta[ahead:], directions) for op in both if op is not None)])
+        try:
+            for at, unit in enumerate(units):
+                for coming in units[at : at + 1 + ahead]:
+                    if not coming.momentum.expected:
+                        self.memory.expect(coming.momentum)
+                        coming.momentum.expected = True
+                self.memory.ready(unit.momentum)
+                if not unit.sharded:
+                    self.ranks.transfers.gather(unit.momentum, lambda: "before a step")
+                self._give_direction(unit, grads, scales, group_of)
+                self._let_go(unit.momentum)
+        finally:
+            for unit in units:
+                if unit.momentum.expected:
+                    self.memory.ready(unit.momentum)
+                    self._let_go(unit.momentum)
+        self.memory.square_sums()
+
+    def _let_go(self, momentum: ParamUnit) -> None:
+        self.memory.release(momentum)
+        momentum.expected = False
+
+    def _give_direction(self, unit: ParamUnit, grads: dict[int, torch.Tensor], scales: Mapping[int, float], group_of: Mapping[int, Mapping[str, Any]]) -> None:
+        buffer = self.memory.gradient_buffer(unit)
+        for piece, momentum, view in zip(unit.params, unit.momentum.views(unit.momentum.flat), unit.views(buffer)):
+            param = piece.param
+            if id(param) not in grads:
+                continue
+            local, group = local_of(param), group_of[id(param)]
+            in_rows = lambda flat: flat.as_strided(local.size(), local.stride())
+            grad = in_rows(self._flat_grad(piece, grads[id(param)])).float() * scales.get(id(param), 1.0)
+            matrix = _muon.mixed(grad, in_rows(momentum), group)
+            if is_divided(param):
+                matrix = self.ranks.transfers.together(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
+            direction = _muon.orthogonal(matrix, group)
+            view.copy_(flat_like(part_of(direction, param), local))
+        self.memory.hand_over(unit)
 
     # Parameters
 
@@ -275,6 +334,11 @@ class Beside:
             hook.remove()
         for watched in self._watches.values():
             unwatch(watched.params)
+
+
+def _with_gradients(unit: ParamUnit) -> ParamUnit:
+    """The unit whose tiles take the gradients of another one."""
+    return unit if unit.momentum is None else unit.momentum
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Settings:
     default_dir: Path
     # The whole configuration.
     json: Mapping[str, Any] = field(default_factory=dict)
-    # "AdamW" or "Lion": whose rule updates tiles. The script's optimizer says it.
+    # "AdamW", "Lion" or "Muon": whose rule updates tiles. The script's optimizer says it.
     rule: str = "AdamW"
 
     def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:

@@ -123,7 +123,7 @@ def _has_master(param: torch.Tensor, master: str) -> bool:
 
 
 def updates_in(state: Mapping[str, Any]) -> int:
-    """Updates that a state in PyTorch's form has had. Others' Lion does not count them, and computes without their number."""
+    """Updates that a state in PyTorch's form has had. Lion and Muon of others do not count them, and compute without their number."""
     return int(state.get("step", 1))
 
 
@@ -191,9 +191,9 @@ class States(Mapping):
 
 def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], moments: Sequence[str]) -> None:
     """Refuses states to load, by the id of their parameter, that have other moments than these."""
-    rule = next(rule for rule, of_rule in MOMENTS.items() if of_rule == moments)
+    rule = next((rule for rule, of_rule in MOMENTS.items() if of_rule == moments), "")
     others = {one for of_rule in MOMENTS.values() for one in of_rule}.difference(moments)
-    needed = moments if rule == "Lion" else ("step", *moments)
+    needed = ("step", *moments) if rule == "AdamW" else moments
     for key, state in states.items():
         if key not in shapes:
             raise Error("the optimizer's state has a parameter that is not in the run: load the state of this model's optimizer")

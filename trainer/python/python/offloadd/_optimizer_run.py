@@ -21,12 +21,12 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
-from . import _opening
+from . import _muon, _opening
 from ._beside import Beside
 from ._commits import Commits
 from ._config import Settings
@@ -35,13 +35,13 @@ from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
 from ._moments import MASTER, ParamState, ParamStates, States, check_states, state_bytes, state_of, updates_in
-from ._param_units import ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
+from ._param_units import MOMENTUM, ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
 from ._plan import Plan, bytes_text
 from ._ranks import Ranks
 from ._reports import Reports
 from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
-from ._steps import groups_of
+from ._steps import groups_of, scalars_of
 from ._supported_optimizers import MOMENTS, check_settings, rule_of
 
 
@@ -59,8 +59,12 @@ def open_run(
     _opening.check_track(track)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
-    check_params(named, ranks.count)
     settings = dataclasses.replace(settings, rule=rule_of(optimizer))
+    muon = _muon.ids_of(optimizer) if settings.rule == "Muon" else set()
+    check_params(named, ranks.count, muon)
+    for key, value in (("moments", settings.moments), ("master", settings.master)):
+        if muon and value != "fp32":
+            raise NotSupported(f'{key} = "{value}" with Muon, whose momentum and masters lie in fp32: leave {key} out')
     gpu = gpu_of(settings, (local_of(param) for _, param in named))
     ranks.open(len(named))
     try:
@@ -70,7 +74,7 @@ def open_run(
             directory = Path(os.fsdecode(ranks.first_bytes("name a directory", os.fsencode(temporary or ""))))
             temporary = str(directory) if ranks.first_of_node else None
         check_name(directory)
-        units = param_units(named, _elems_of(named, ranks), ranks.rank)
+        units = param_units(named, _elems_of(named, ranks), ranks.rank, muon)
         if early:
             check_early(units, ranks.count)
         plan = ranks.together("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
@@ -126,7 +130,7 @@ class OptimizerRun:
     ) -> None:
         self.optimizer, self.ranks, self.plan, self.settings, self.run_dir = optimizer, ranks, plan, plan.settings, plan.run_dir
         self.closed, self._process, self._temporary = True, os.getpid(), temporary
-        self.names = MOMENTS[self.settings.rule]
+        self._muon = {id(piece.param) for unit in units if unit.muon for piece in unit.params}
         # Factor of the gradient of each parameter in this step.
         self._scales: dict[int, float] = {}
         # Steps since the last commit.
@@ -151,7 +155,7 @@ class OptimizerRun:
         else:
             self.commits.resume(committed)
             self.core.begin_step()
-            self.beside.write_back(units)
+            self.beside.write_back(self.beside.units)
             set_random_state(self.commits.take_random())
         reports.open(self.steps_done)
         self._say_how(committed, begins)
@@ -162,11 +166,11 @@ class OptimizerRun:
 
     def _fill(self, replace: bool) -> None:
         """Gives the tiles their first content: the parameters, and moments of zero."""
-        ranks, units, blob = self.ranks, self.beside.units, self.commits.first()
+        ranks, units, blob = self.ranks, self.beside.all_units, self.commits.first()
         ranks.meet("begin anew" if replace else "begin")
         self.core.begin_rewrite([unit.index for unit in units], blob) if replace else self.core.begin_fill(blob)
-        for unit in units:
-            flat = self.beside.in_host_memory(unit)
+        for unit in self.beside.all_units:
+            flat = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu") if unit.is_momentum else self.beside.in_host_memory(unit)
             self.core.fill(unit.index, unit.address(flat.data_ptr(), unit.dtype.itemsize))
         ranks.meet("commit the first content")
         self.core.end_fill()
@@ -240,8 +244,8 @@ class OptimizerRun:
         norm = math.sqrt(sum(beside.square_sums.values()))
         if not math.isfinite(norm):
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        groups, group_of = groups_of(self.optimizer)
-        of_params = self._of_params(grads, group_of)
+        beside.give_directions(grads, self._scales, self._group_of())
+        groups, of_params = self._of_params(grads)
         self.ranks.meet(f"make step {self.steps_done + 1}")
         interrupts = Interrupts()
         # The engine ends the step all the same.
@@ -270,10 +274,15 @@ class OptimizerRun:
                         "first step, with a learning rate of 0 until it is to be trained"
                     )
 
-    def _of_params(self, grads: dict[int, torch.Tensor], group_of: dict[int, int]) -> list[tuple[int, int, float]]:
-        """Group, number of the update and factor of the gradient for each piece, in the order of the plan: 0 is no update."""
+    def _group_of(self) -> dict[int, dict[str, Any]]:
+        return {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
+
+    def _of_params(self, grads: dict[int, torch.Tensor]) -> tuple[list[tuple[float, ...]], list[tuple[int, int, float]]]:
+        """Scalars of updates; and their number, that of the update and the factor of the gradient for each piece, in the order of the plan: 0 is no
+        update."""
         updates, index_of, found = self.commits.updates, self.commits.layout.index_of, []
-        for unit in self.beside.units:
+        scalars, scalars_of = self._scalars()
+        for unit in self.beside.all_units:
             of_unit = []
             for piece in unit.params:
                 key, index = id(piece.param), index_of[id(piece)]
@@ -281,9 +290,28 @@ class OptimizerRun:
                     of_unit.append((0, 0, 1.0))
                     continue
                 updates[index] = updates.get(index, 0) + 1
-                of_unit.append((group_of[key], updates[index], self._scales.get(key, 1.0)))
+                of_unit.append((scalars_of[id(piece)], updates[index], self._factor(unit, key)))
             found += of_unit * (unit.ranks if unit.sharded else 1)
-        return found
+        return scalars, found
+
+    def _factor(self, unit: ParamUnit, key: int) -> float:
+        """The factor of what tiles have as the gradient of a parameter."""
+        if unit.is_momentum:
+            return -self._scales.get(key, 1.0)
+        return 1.0 if unit.muon else self._scales.get(key, 1.0)
+
+    def _scalars(self) -> tuple[list[tuple[float, ...]], dict[int, int]]:
+        """The scalars of this step's updates, and the number of those of each piece."""
+        pieces = [(unit, piece) for unit in self.beside.all_units for piece in unit.params]
+        if self.settings.rule != "Muon":
+            scalars, number_of = groups_of(self.optimizer)
+            return scalars, {id(piece): number_of[id(piece.param)] for _, piece in pieces}
+        group_of, numbers, found = self._group_of(), {}, {}
+        for unit, piece in pieces:
+            group = group_of[id(piece.param)]
+            of_piece = _scalars_of(unit, piece, group)
+            found[id(piece)] = numbers.setdefault(of_piece, len(numbers))
+        return list(numbers), found
 
     def drain(self) -> None:
         """Commits the last step."""
@@ -337,6 +365,11 @@ class OptimizerRun:
 
     # Moments
 
+    def names_of(self, param: torch.Tensor) -> tuple[str, ...]:
+        """The names of a parameter's moments."""
+        rule = self.settings.rule
+        return MOMENTS["AdamW" if rule == "Muon" and id(param) not in self._muon else rule]
+
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""
         pieces = self.beside.pieces.get(id(param))
@@ -349,7 +382,7 @@ class OptimizerRun:
     @property
     def moment_bytes(self) -> int:
         """Bytes of this rank's moments, and of the masters that go with them."""
-        return sum(local_of(param).numel() * state_bytes(param, self.names, self.settings.master) for param in self.updated())
+        return sum(local_of(param).numel() * state_bytes(param, self.names_of(param), self.settings.master) for param in self.updated())
 
     def read(self, unit: ParamUnit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a unit in fp32, in host memory. All ranks must call it."""
@@ -358,13 +391,17 @@ class OptimizerRun:
         self.core.read_state([(unit.index, [unit.address(flat.data_ptr(), 4) for flat in flats])])
         for flat in flats if not unit.sharded else ():
             self.ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
+        if unit.momentum is not None:
+            flats[1] = self.read(unit.momentum)[0]
         return flats
 
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         beside, index_of = self.beside, self.commits.layout.index_of
         params = {id(param): param for _, param in beside.named}
-        check_states(states, {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}, self.names)
+        names, shapes = {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}
+        for key, state in states.items():
+            check_states({key: state}, names, shapes, self.names_of(params[key]) if key in params else ())
         self._take_changes()
         self.forget_gradients()
         self.commits.updates = {}
@@ -373,12 +410,14 @@ class OptimizerRun:
         for key, state in states.items():
             for unit, index in beside.pieces[key]:
                 self.commits.updates[index_of[id(unit.params[index])]] = updates_in(state)
-        with self._rewriting(beside.units, "moments"):
-            for unit in beside.units:
+        with self._rewriting(beside.all_units, "moments"):
+            for unit in beside.all_units:
                 flats, exact = [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)], []
+                # A momentum alone is the master of its tiles, and all of it is replaced.
+                views = [unit.views(flat) for flat in ([flats[1], flats[0]] if unit.is_momentum else flats)]
                 for index, piece in enumerate(unit.params):
                     state = states.get(id(piece.param))
-                    if state is not None and _fill_piece([unit.views(flat)[index] for flat in flats], piece, state, self.names):
+                    if state is not None and _fill_piece([of_flat[index] for of_flat in views], piece, state, self.names_of(piece.param)) or unit.is_momentum:
                         exact.append(index)
                 addresses = [unit.address(flat.data_ptr(), 4) for flat in flats]
                 self.core.rewrite_state(unit.index, addresses, _in_plan(unit, range(len(unit.params))), _in_plan(unit, exact))
@@ -480,7 +519,14 @@ class OptimizerStates(States):
         values = [flat.as_strided(local.size(), local.stride()) for flat in flats]
         if is_dtensor(param):
             values = [_as_dtensor(value, param) for value in values]
-        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names, run.settings.master)
+        return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names_of(param), run.settings.master)
+
+
+def _scalars_of(unit: ParamUnit, piece: Piece, group: Mapping[str, Any]) -> tuple[float, ...]:
+    """The scalars of a piece's update where matrices are updated by Muon."""
+    if not unit.muon:
+        return scalars_of(group)
+    return _muon.momentum_scalars_of(group) if unit.is_momentum else _muon.scalars_of(group, piece.param.shape)
 
 
 def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:
@@ -535,8 +581,9 @@ def _check_params(layout: Path, units: list[ParamUnit]) -> None:
     """Refuses parameters that differ from those that a run was begun with, the first one by its name."""
     if not layout.exists():
         return
-    before = {name.partition(_CUT)[0]: (shape, kind.partition(", ")[2]) for unit in json.loads(layout.read_text()) for name, shape, kind in unit}
-    now = {piece.name: (list(piece.shape), unit.division) for unit in units for piece in unit.params}
+    stored = [one for unit in json.loads(layout.read_text()) for one in unit if not one[0].startswith(MOMENTUM)]
+    before = {name.partition(_CUT)[0]: (shape, kind.partition(", ")[2]) for name, shape, kind in stored}
+    now = {piece.name: (list(piece.shape), unit.division) for unit in units if not unit.is_momentum for piece in unit.params}
     other = "give the optimizer the parameters that it was begun with, or name another directory"
     for name in (*before, *now):
         if name not in now:

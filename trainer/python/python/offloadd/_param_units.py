@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Container, Iterable, Iterator, Optional, Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from ._units import Unit
 
 # Elements of a unit: large transfers, and little memory of a GPU for the few units that are on their way. Larger parameters are cut.
 UNIT_ELEMS = 32 << 20
+
+# What the name of a momentum begins with.
+MOMENTUM = "momentum of "
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,8 +37,11 @@ class Piece:
     elems_of: tuple[int, ...]
     own: int
 
+    # The type of the parameter's momentum, where it stands for that.
+    of_momentum: Optional[torch.dtype] = None
+
     def __post_init__(self) -> None:
-        self.dtype, self.shape, self.is_meta = self.param.dtype, tuple(self.param.shape), self.param.is_meta
+        self.dtype, self.shape, self.is_meta = self.of_momentum or self.param.dtype, tuple(self.param.shape), self.param.is_meta
 
     def numel(self) -> int:
         """The room that each rank has for it."""
@@ -55,16 +61,19 @@ class ParamUnit(Unit):
     ranks: int = 1
     rank: int = 0
     params: list[Piece] = field(default_factory=list)
+    # Of matrices that Muon updates.
+    momentum: Optional[ParamUnit] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.is_momentum = self.params[0].of_momentum is not None
         # Of one rank.
         self._part_elems = self.elems
         self.divide(1)
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel() for piece in self.params)
+        return 0 if self.is_momentum else sum(piece.numel() for piece in self.params)
 
     def divide(self, tile_elems: int) -> None:
         """Gives each rank's part whole tiles."""
@@ -111,6 +120,22 @@ def is_divided(param: torch.Tensor) -> bool:
     return is_dtensor(param) and not all(one.is_replicate() for one in param.placements)
 
 
+def whole_of(local: torch.Tensor, param: Any) -> torch.Tensor:
+    """The whole tensor of which each rank has the part `local`, as of a parameter that is divided. All ranks must call it."""
+    kind = type(param.data)
+    return kind.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()).full_tensor()
+
+
+def part_of(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that all ranks have."""
+    if not is_divided(param):
+        return whole
+    from torch.distributed.tensor import Replicate
+
+    kind, mesh = type(param.data), param.device_mesh
+    return kind.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, param.placements).to_local()
+
+
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in the order of its memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
@@ -135,8 +160,8 @@ def named_params(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[str, nn.Par
                 yield name, param
 
 
-def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> None:
-    """Refuses parameters that cannot be updated where they are."""
+def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int, muon: Container[int] = ()) -> None:
+    """Refuses parameters that cannot be updated where they are. Those with the ids `muon` must be matrices."""
     if not named:
         raise Error("no parameter of the optimizer requires a gradient: there is nothing to train")
     devices = {}
@@ -145,6 +170,8 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int) -> None:
             raise Error(f"{name} has no values yet (meta): give the model its weights before the optimizer's first step")
         if param.dtype not in _TYPES:
             raise NotSupported(f"{name} is {param.dtype}: a trained parameter can be float32, bfloat16 or float16")
+        if id(param) in muon and param.dim() != 2:
+            raise NotSupported(f"{name} has the shape {tuple(param.shape)}, and Muon updates matrices: put it into a group with use_muon=False")
         local = local_of(param)
         if not (local.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(local)):
             raise NotSupported(f"{name} has elements that share memory, or gaps between them: pass a contiguous parameter")
@@ -178,23 +205,27 @@ def check_early(units: Sequence[ParamUnit], ranks: int) -> None:
         )
 
 
-def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int) -> list[ParamUnit]:
+def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = ()) -> list[ParamUnit]:
     """Units of the parameters, in their order, by their type and whether they are divided. `elems_of` has the elements of each parameter that each
-    rank has."""
+    rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
     units: list[ParamUnit] = []
-    open_: dict[tuple[torch.dtype, bool], list[Piece]] = {}
+    open_: dict[tuple[torch.dtype, bool, bool], list[Piece]] = {}
 
-    def end(key: tuple[torch.dtype, bool]) -> None:
+    def end(key: tuple[torch.dtype, bool, bool]) -> None:
         pieces = open_.pop(key, None)
         if pieces:
-            dtype, sharded = key
+            _, sharded, is_muon = key
             name = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
-            units.append(ParamUnit(len(units), name, pieces, sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank))
+            same = dict(sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank, muon=is_muon)
+            units.append(ParamUnit(len(units), name, pieces, **same))
+            if is_muon:
+                _add_momentum(units, same)
 
     for (name, param), elems in zip(named, elems_of):
-        key = (param.dtype, is_divided(param) and len(elems) > 1)
-        for start in range(0, max(max(elems), 1), UNIT_ELEMS):
-            of_ranks = tuple(min(max(count - start, 0), UNIT_ELEMS) for count in elems)
+        key = (param.dtype, is_divided(param) and len(elems) > 1, id(param) in muon)
+        step = max(UNIT_ELEMS, *elems) if id(param) in muon else UNIT_ELEMS
+        for start in range(0, max(max(elems), 1), step):
+            of_ranks = tuple(min(max(count - start, 0), step) for count in elems)
             own = of_ranks[rank]
             if sum(piece.numel() for piece in open_.get(key, ())) + max(of_ranks) > UNIT_ELEMS:
                 end(key)
@@ -202,3 +233,14 @@ def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tu
     for key in list(open_):
         end(key)
     return units
+
+
+def _add_momentum(units: list[ParamUnit], same: dict[str, Any]) -> None:
+    """Adds the momentum of the last unit, which is `same` in all else: in fp32, and so are the gradients that become it."""
+    unit = units[-1]
+    pieces = [Piece(one.param, MOMENTUM + one.name, one.start, one.elems_of, one.own, torch.float32) for one in unit.params]
+    unit.momentum = ParamUnit(len(units), MOMENTUM + unit.name, pieces, **same)
+    units.append(unit.momentum)
+    if unit.dtype == torch.float16:
+        # A direction is bf16, and its small numbers are none of fp16.
+        unit.gradient_dtype = torch.float32

@@ -199,6 +199,7 @@ def engine_plan(
                 "elem_bytes": unit.dtype.itemsize,
                 "gradient_dtype": _type(unit.gradient_dtype),
                 "trained": unit.trained,
+                "muon": unit.muon,
                 "params": unit.plan_params,
             }
             for unit in units

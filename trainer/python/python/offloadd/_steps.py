@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Mapping
+from typing import Any, Mapping
 
 import torch
 
@@ -93,8 +93,13 @@ def groups_of(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[float, ...]]
     """The settings of each parameter group, and the group of each parameter."""
     groups, group_of = [], {}
     for index, group in enumerate(optimizer.param_groups):
-        beta1, beta2 = group["betas"]
-        groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group.get("eps", 0), group["weight_decay"])))
+        groups.append(scalars_of(group))
         for param in group["params"]:
             group_of[id(param)] = index
     return groups, group_of
+
+
+def scalars_of(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """The settings of a group, as the engine takes them."""
+    beta1, beta2 = group["betas"]
+    return tuple(float(one) for one in (group["lr"], beta1, beta2, group.get("eps", 0), group["weight_decay"]))

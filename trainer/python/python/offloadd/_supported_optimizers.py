@@ -8,6 +8,7 @@ import torch
 
 from ._errors import Error, NotSupported
 from ._lion import Lion
+from ._muon import Muon
 from ._untrained import Untrained
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
@@ -15,7 +16,7 @@ _SCHEDULERS = "torch.optim.lr_scheduler"
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 
 # Moments of a parameter in PyTorch's form, by the rule of the update. Tiles have them in this order.
-MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",)}
+MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",), "Muon": ("momentum_buffer",)}
 
 # Names that a Trainer's argument `optim` may have, with the rule of their update: they differ in where moments lie and in how it is computed.
 NAMED = {
@@ -29,6 +30,9 @@ _CLASS = {"AdamW": "torch.optim.AdamW", "Lion": "lion_pytorch.Lion"}
 
 # Those of others that are updated as our Lion, by their class: nothing is imported for them.
 _LIONS = ("lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion")
+
+# What is Muon here.
+_MUON = "offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks"
 
 # Options that change the update.
 _OPTIONS = ("amsgrad", "maximize", "differentiable")
@@ -60,7 +64,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_settings(optimizer: torch.optim.Optimizer) -> None:
     """Refuses settings of parameter groups that are not the engine's. A script may change them before each step."""
-    name, lion = name_of(type(optimizer)), rule_of(optimizer) == "Lion"
+    name, rule = name_of(type(optimizer)), rule_of(optimizer)
     if getattr(optimizer, "decoupled_wd", False):
         raise NotSupported(f"{name} with decoupled_weight_decay=True: leave it out, and divide weight_decay by the learning rate")
     for group in optimizer.param_groups:
@@ -70,7 +74,7 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
         # 1 is Lion itself.
         if group.get("cautious_factor", 1.0) != 1.0:
             raise NotSupported(f"{name} with cautious_factor={group['cautious_factor']}: it changes the update; use lion_pytorch.Lion")
-        decoupled = lion or isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        decoupled = rule != "AdamW" or isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
             raise NotSupported(
                 f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight"
@@ -78,9 +82,11 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def rule_of(optimizer: Any) -> str:
-    """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, or "Lion"."""
+    """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, "Lion" or "Muon"."""
     # A subclass is one that a run has made of the script's optimizer.
     kinds = type(optimizer).__mro__
+    if Muon in kinds:
+        return "Muon"
     return "Lion" if any(kind is Lion or name_of(kind) in _LIONS for kind in kinds) else "AdamW"
 
 
@@ -94,7 +100,8 @@ def name_of(kind: type) -> str:
 def rule_named(optim: str) -> str:
     """The rule of the update that a Trainer's argument `optim` names. Refuses those that are no rule here, and says which is near."""
     if optim not in NAMED:
-        raise NotSupported(f'optim="{optim}" is not supported: use optim="{_NAME[_nearest(optim)]}", {_bytes(_nearest(optim))}')
+        other = f"; in a loop of your own, {_MUON}: its momentum takes 4 bytes" * ("muon" in optim)
+        raise NotSupported(f'optim="{optim}" is not supported: use optim="{_NAME[_nearest(optim)]}", {_bytes(_nearest(optim))}{other}')
     return NAMED[optim]
 
 
@@ -110,6 +117,8 @@ def _bytes(rule: str) -> str:
 
 
 def _instead(kind: type, name: str) -> str:
+    if "muon" in name.lower():
+        return f"use {_MUON}, without offloadd.prepare: parameters stay in memory, and its momentum takes 4 bytes a parameter in host memory or on drives"
     rule = _nearest(name)
     use = f'use {_CLASS[rule]} (a Trainer makes it with optim="{_NAME[rule]}")'
     if issubclass(kind, _KINDS):

@@ -63,6 +63,12 @@ class Transfers:
         part = len(whole) // len(local)
         return whole[(self._rank - local.start) * part :][:part]
 
+    def together(self, what: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of operations of torch.distributed that `call` makes in a group of the script's."""
+        self._meet(what)
+        with self.failures_blamed():
+            return call()
+
     def reduce(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Makes this rank's part of a unit's gradients their mean over all ranks."""
         if self._count == 1:

@@ -68,6 +68,8 @@ class Unit:
     watch: Any = None
     # Whether native code may read and write the flat tensor.
     access: Optional[Access] = None
+    # Whether it has matrices that Muon updates, or their momentum.
+    muon: bool = False
 
     def __repr__(self) -> str:
         # torch writes hooks into warnings, and hooks have units.

@@ -23,16 +23,19 @@ from typing import Any, Iterable, Optional, Sequence, Union
 
 import torch
 
-from . import _lion
+from . import _lion, _muon
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room, plain
 from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
 from ._prepared_optimizer import Prepared
 
-__all__ = ["AdamW", "Lion", "clip_grad_norm_"]
+__all__ = ["AdamW", "Lion", "Muon", "clip_grad_norm_"]
 
 Directory = Union[str, os.PathLike]
+
+# What `torch.optim.AdamW` has for a group that does not say it.
+_AUX = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 # Those of this process, to find the one that has a parameter.
 _optimizers: "weakref.WeakSet[_Alone]" = weakref.WeakSet()
@@ -228,6 +231,50 @@ class Lion(_Alone, _lion.Lion):
         self._init(directory, socket, moments, master, commit_every, overlap_backward, options, {})
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
         _optimizers.add(self)
+
+
+class Muon(_Alone, _muon.Muon):
+    """`torch.optim.Muon` with its state where `AdamW` has it: masters and one momentum, in fp32. The first arguments are those of `torch.optim.Muon`,
+    which needs torch 2.9, the others those of `AdamW`. A matrix that is divided over ranks is gathered for its update, and each rank computes the
+    direction of all of it.
+
+    Muon is for the matrices of blocks. A group with `use_muon=False`, as the reference implementation has it, is updated as `torch.optim.AdamW`
+    does, with its `lr`, `betas`, `eps` and `weight_decay`, and committed with the same step: for embeddings, the head, biases and norms."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Union[float, torch.Tensor] = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Optional[str] = None,
+        *,
+        directory: Union[None, Directory, Sequence[Directory]] = None,
+        socket: Optional[Directory] = None,
+        commit_every: int = 1,
+        overlap_backward: bool = False,
+        options: Optional[Mapping[str, Any]] = None,
+    ) -> None:
+        self._init(directory, socket, "fp32", "fp32", commit_every, overlap_backward, options, {})
+        given = dict(momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
+        groups = [params] if isinstance(params, torch.Tensor) else list(params)
+        by_muon = [not isinstance(group, dict) or group.get("use_muon", True) for group in groups]
+        super().__init__([group for group, muon in zip(groups, by_muon) if muon], lr=lr, weight_decay=weight_decay, **given)
+        if not all(by_muon):
+            matrices, count = iter(self.param_groups[:]), len(self.param_groups)
+            for group, muon in zip(groups, by_muon):
+                muon or self.add_param_group(group)
+            rest = iter(self.param_groups[count:])
+            self.param_groups[:] = [next(matrices if muon else rest) for muon in by_muon]
+        _optimizers.add(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim, before the optimizer has begun. A group with `use_muon=False` has what `torch.optim.AdamW` has where it says nothing."""
+        super().add_param_group(param_group if param_group.get("use_muon", True) else {**_AUX, **param_group})
 
 
 def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Mapping[str, Any]) -> Settings:

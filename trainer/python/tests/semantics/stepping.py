@@ -408,7 +408,7 @@ _refused("NAdam", "use torch.optim.AdamW", lambda m: torch.optim.NAdam(m.paramet
 _refused("RAdam", "use torch.optim.AdamW", lambda m: torch.optim.RAdam(m.parameters()))
 _refused("Adamax", "use torch.optim.AdamW", lambda m: torch.optim.Adamax(m.parameters()))
 _refused("Adafactor", "use torch.optim.AdamW", lambda m: torch.optim.Adafactor(m.parameters()))
-_refused("Muon", "use torch.optim.AdamW", lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]))
+_refused("Muon", "use offloadd.optim.Muon", lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]))
 _refused("LBFGS", "use torch.optim.AdamW", lambda m: torch.optim.LBFGS(m.parameters()))
 _refused("SparseAdam", "use torch.optim.AdamW", lambda m: torch.optim.SparseAdam(list(m.parameters())))
 _refused("an AdamW of a script's own", "use torch.optim.AdamW", lambda m: type("MyAdamW", (torch.optim.AdamW,), {})(m.parameters()))
