@@ -57,7 +57,11 @@ fn a_tile_updated_on_the_gpu_has_the_cpus_bytes() {
             let mut tile = before.clone();
             update(&mut updater, &mut tile, &parts);
             let expected = on_cpu(&before, &parts);
-            assert!(*expected.param != *before.param, "nothing was stepped");
+            // A few bf16 masters without state may all be rounded to what they were.
+            assert!(
+                elems < 32 || *expected.param != *before.param,
+                "nothing was stepped"
+            );
             tile.assert_same_bits(&expected, "GPU and CPU");
         }
     }
