@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 import offloadd
 from offloadd._chunked_loss import Head, Logits
-from test_activations import Moved
 from test_runs import config, needs_daemon
 from toy import Offloaded
 
@@ -194,19 +193,6 @@ def test_adapters_of_the_head_train_as_in_plain_pytorch(targets):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
     model = peft.get_peft_model(model_of("Llama"), peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
     compare(model, lambda model, ids: backward(model(input_ids=ids, labels=ids).loss))
-
-
-def test_rows_of_a_chunk_stay_where_inputs_of_blocks_leave():
-    plain = model_of("Llama")
-    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = torch.randint(WORDS, (3, 17))
-    expected = backward(plain(input_ids=ids, labels=ids).loss)
-    ours = Moved(copy.deepcopy(plain))
-    head = Head(ours.model, CHUNK)
-    torch.testing.assert_close(backward(ours.model(input_ids=ids, labels=ids).loss), expected, rtol=1e-6, atol=0)
-    # Of three blocks the last one's stays.
-    assert ours.copies.left == ours.copies.came == 2 and ours.is_empty()
-    head.close(), ours.close()
 
 
 def test_logits_that_would_be_wrong_are_refused():

@@ -69,8 +69,6 @@ class Logits(_Tensor):
 
     def rows(self, hidden: torch.Tensor) -> torch.Tensor:
         """The numbers of some rows."""
-        if self.origin.source._version != self.origin.versions[0]:
-            raise RuntimeError("what a model's head got was modified by an inplace operation before its logits were computed")
         with self.origin.context():
             found = self.origin.head.compute(hidden)
         for operation in self.done:
@@ -170,9 +168,8 @@ def _cross_entropy(
         return functional.cross_entropy(input.rows(hidden), labels, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing)
 
     tokens = input.origin.head.chunk_tokens
-    # The rows are no inputs of a block, which would leave the GPU: all of them stay as long as the chunks.
     sums = [
-        checkpoint.checkpoint(functools.partial(of_rows, hidden, labels), use_reentrant=False, preserve_rng_state=False)
+        checkpoint.checkpoint(of_rows, hidden, labels, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(input.hidden.split(tokens), target.split(tokens))
     ]
     total = torch.stack(sums).sum() if sums else input.hidden.sum().float() * 0
