@@ -101,7 +101,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
     # Before layers are cut, whose code needs values then.
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len)
-    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", settings.loss_chunk_tokens)
+    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu")
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.

@@ -60,8 +60,6 @@ class Settings:
     gradients: Optional[str]
     # "gpu" or "cpu": where inputs of checkpointed blocks wait for their backward, if a GPU computes.
     activations: str
-    # Tokens of which logits are computed at a time; all if None.
-    loss_chunk_tokens: Optional[int]
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Mapping, Optional, Sequence
+from typing import Mapping, Optional, Sequence
 
 from torch import nn
 
@@ -89,13 +89,10 @@ class GpuPlan:
         return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
 
 
-def computed(
-    model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, chunk_tokens: Optional[int] = None
-) -> Computed:
+def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False) -> Computed:
     """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
-    blocks wait in host memory; with `chunk_tokens` a loss has logits of so many tokens at a time."""
-    checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=moves, chunk_tokens=chunk_tokens) if trains else None
-    return Computed(*shape, checkpointed, _traced(model, units, shape, trains, chunk_tokens=chunk_tokens if trains else None))
+    blocks wait in host memory."""
+    return Computed(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
 
 
 def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
@@ -121,8 +118,8 @@ def _scale_bytes(units: Sequence[Unit]) -> int:
     return sum(shape.numel() // 64 * 4 for param, shape in shapes if shape is not None and param.numel() < shape.numel())
 
 
-def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, **how: Any) -> "Traced | str":
+def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> "Traced | str":
     try:
-        return trace(model, units, shape, trains, **how)
+        return trace(model, units, shape, trains, checkpoints, moves)
     except Error as error:
         return str(error)

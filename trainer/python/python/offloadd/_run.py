@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from . import _opening
-from ._chunked_loss import Head, head_of
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._commits import Commits
 from ._config import Config, Settings, settings_of
@@ -90,8 +89,6 @@ def prepare(
         raise Error("this model is prepared already: call close() of its run first")
     settings, trains = settings_of(config, schedules=False), optimizer is not None
     settings = dataclasses.replace(settings, rule=rule_of(optimizer))
-    if trains and settings.loss_chunk_tokens:
-        head_of(model)
     if not trains:
         check_moves(settings)
         run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), Untrained()
@@ -204,7 +201,6 @@ class Run:
         self._open_content(weights, committed, begins)
         if plan.gpu is not None:
             _opening.move_to_gpu(self.engine, plan.gpu)
-        self._head = Head(model, self.settings.loss_chunk_tokens) if self.trains and self.settings.loss_chunk_tokens else None
         if self.settings.activations == "cpu":
             _opening.move_activations(self.engine, plan.gpu)
         if self.engine.gathering.keep:
@@ -389,8 +385,6 @@ class Run:
         if self._sequences is not None:
             self._sequences.detach()
             self._sequences.group.blamed = contextlib.nullcontext
-        if self._head is not None:
-            self._head.close()
         ranks, meetings = self.ranks, self.ranks.meetings
         try:
             if ranks.count > 1 and failed is not None:

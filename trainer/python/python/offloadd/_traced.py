@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ._activations import Activations
-from ._chunked_loss import Head
 from ._copies import Form
 from ._errors import Error
 from ._units import Unit
@@ -46,19 +45,11 @@ class Traced:
     moved_host_bytes: int = 0
 
 
-def trace(
-    model: nn.Module,
-    units: Sequence[Unit],
-    shape: tuple[int, int],
-    trains: bool,
-    checkpoints: bool = False,
-    moves: bool = False,
-    chunk_tokens: Optional[int] = None,
-) -> Traced:
+def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> Traced:
     """Runs a step with inputs of `shape`, sequences and their length; with `checkpoints` blocks keep their inputs alone, and with `moves` in host
-    memory; with `chunk_tokens` a loss has logits of so many tokens at a time. The model and its units are on the meta device. Raises `Error` where the model's code needs values."""
+    memory. The model and its units are on the meta device. Raises `Error` where the model's code needs values."""
     try:
-        with _checkpointing(model, checkpoints), _in_chunks(model, chunk_tokens), _moving(moves) as activations:
+        with _checkpointing(model, checkpoints), _moving(moves) as activations:
             return _traced(model.train(trains), units, shape, trains, activations)
     except Error:
         raise
@@ -85,16 +76,6 @@ class _NoCopies:
 
     def wait(self) -> None:
         pass
-
-
-@contextlib.contextmanager
-def _in_chunks(model: nn.Module, chunk_tokens: Optional[int]) -> Iterator[None]:
-    head = Head(model, chunk_tokens) if chunk_tokens else None
-    try:
-        yield
-    finally:
-        if head is not None:
-            head.close()
 
 
 @contextlib.contextmanager
