@@ -63,8 +63,6 @@ pub struct PackageSettings {
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
     pub activations: &'static str,
-    /// `None` computes the logits of all tokens at once.
-    pub loss_chunk_tokens: Option<u64>,
     pub shard: &'static str,
     pub moments: &'static str,
     pub master: &'static str,
@@ -251,7 +249,6 @@ fn resolve(
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
         activations: choices.activations,
-        loss_chunk_tokens: own.loss_chunk_tokens,
         shard: choices.shard,
         moments: choices.moments,
         master: choices.master,
@@ -451,7 +448,6 @@ impl Choices {
         for (key, number) in [
             ("offloadd.commit_every", own.commit_every),
             ("offloadd.update_threads", own.update_threads),
-            ("offloadd.loss_chunk_tokens", own.loss_chunk_tokens),
         ] {
             faults.take(at_least(key, number.unwrap_or(1), 1));
         }

@@ -138,9 +138,6 @@ keys! {
         /// Where inputs of checkpointed blocks wait for their backward when a GPU computes: "gpu", or "cpu" (pinned host memory).
         #[default("\"gpu\"")]
         pub activations: Option<String>,
-        /// Tokens of which the logits are there at a time, in a forward with labels: head and cross entropy are computed in chunks.
-        #[default("all tokens at once")]
-        pub loss_chunk_tokens: Option<u64>,
         /// Where parameters come from after their first use in a step, with several nodes: "auto" (a copy in the host memory of each
         /// node if there is room) or "all" (the ranks of all nodes).
         #[default("\"auto\"")]
