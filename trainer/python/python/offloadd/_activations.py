@@ -67,7 +67,9 @@ class _Input:
         self._changed = False
 
     def leave(self) -> None:
-        """Begins to copy it to host memory."""
+        """Begins to copy it to host memory. Does nothing where it has: after a block that failed, the one before it is the last one again."""
+        if self._buffer is not None:
+            return
         self._compare(self._source)
         self._buffer = self._activations.pool.take(self._source.nbytes)
         self._leaving = self._activations.copies.leave(self._source, self._buffer)
@@ -200,10 +202,11 @@ class Activations:
 
 
 def _is_dense(one: torch.Tensor) -> bool:
-    return one.layout is torch.strided and one.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(one)
+    # A copy of one that is conjugated or negated only when it is read ends on the processor, before the bytes have come.
+    return one.layout is torch.strided and one.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense(one) and not one.is_conj() and not one.is_neg()
 
 
-# Those of open runs, and what their first one has replaced, by name.
+# Those of open runs, and what their first one has put into torch's classes, by name.
 _open: "list[weakref.ref[Activations]]" = []
 _apply: dict[str, Any] = {}
 
@@ -214,14 +217,15 @@ def _take_calls() -> None:
         saver = getattr(checkpoint, name, None)
         if saver is None:
             raise Error(f'offloadd.activations = "cpu": torch {torch.__version__} has no {name}: leave the key out, or take torch 2.4 to 2.11')
-        _apply[name] = saver.apply
-        saver.apply = _saving(saver.apply)
+        _apply[name] = saver.apply = _saving(saver.apply)
 
 
 def _give_calls_back() -> None:
-    for name in _apply:
-        # The class's own again, which its base has.
-        del getattr(checkpoint, name).apply
+    for name, ours in _apply.items():
+        saver = getattr(checkpoint, name)
+        # The class's own again, which its base has; not where another library has put its own over ours, which then calls ours without effect.
+        if vars(saver).get("apply") is ours:
+            del saver.apply
     _apply.clear()
 
 

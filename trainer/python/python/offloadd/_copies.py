@@ -147,7 +147,9 @@ class GpuCopies:
         except (OSError, ValueError) as error:
             raise Error(f"{size} bytes of host memory for inputs of blocks: {error}: leave offloadd.activations out, or take shorter sequences") from None
         cuda = torch.cuda.cudart()
-        if cuda.cudaHostRegister(buffer.tensor.data_ptr(), size, 0) != cuda.cudaError.success:
+        with torch.cuda.device(self.device):
+            failed = cuda.cudaHostRegister(buffer.tensor.data_ptr(), size, 0) != cuda.cudaError.success
+        if failed:
             raise Error(f"{size} bytes of host memory for inputs of blocks cannot be pinned: leave offloadd.activations out, or take shorter sequences")
         return buffer
 
