@@ -2,11 +2,12 @@
 //!
 //! A bf16 has 8 significant bits. With beta2 = 0.999 a step changes the variance by less than half of its last bit, so rounding
 //! to the nearest would never change it; nor would a step of 1e-6 change a weight of 1. Here a number is rounded away from zero
-//! with the probability that its discarded bits give, so that its mean is exact.
+//! with the probability that its discarded bits give, so that its mean is the fp32 number.
 //!
 //! The random bits come from a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
-//! a hash of seed, unit, step and element. They depend neither on threads, instruction set, tiles nor ranks, and a resumed run
-//! repeats them. The key of a step is made with the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+//! a hash of seed, unit, step and element of the unit. They depend neither on threads, instruction set, tiles nor ranks, where
+//! units are the same on all ranks, and a resumed run repeats them. Units of a part of a tensor, as of DTensors, differ with the
+//! number of ranks. The key of a step is made with the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 //! pseudorandom number generators", OOPSLA 2014), the bits of an element with the 32-bit hash `lowbias32` (Wellons,
 //! "Prospecting for hash functions", 2018). Elements of a unit 2^32 apart share them.
 

@@ -199,7 +199,7 @@ mod tests {
                 ("16", "2.5 GT/s PCIe"),
                 x16,
                 Fine,
-                "GPU 0: x16 at 32 GT/s, 63.0 GB/s when it is busy",
+                "GPU 0: x16 at 32 GT/s, 63.02 GB/s when it is busy",
             ),
             (
                 GPU,

@@ -515,6 +515,25 @@ mod tests {
         assert_eq!(of(on.clone(), json!({})).unwrap(), ["bf16", "bf16"]);
         let same = json!({"master": "bf16", "moments": "bf16"});
         assert_eq!(of(on.clone(), same.clone()).unwrap(), ["bf16", "bf16"]);
+        // They count in a run in bf16 alone, and moments need masters, as there.
+        let states = "bf16_optimizer_states";
+        for (bf16, part) in [
+            (
+                json!({"enabled": true, states: true}),
+                "needs bf16_master_weights_and_grads",
+            ),
+            (
+                json!({"enabled": false, "bf16_master_weights_and_grads": true}),
+                "bf16.enabled is not",
+            ),
+            (
+                json!({"enabled": "auto", "bf16_master_weights_and_grads": true, states: true}),
+                "bf16.enabled is not",
+            ),
+        ] {
+            let text = of(bf16, json!({})).unwrap_err();
+            assert!(text.contains(part), "{text}");
+        }
         for (bf16, own) in [(on, json!({"master": "fp32"})), (off, same)] {
             let text = of(bf16, own).unwrap_err();
             let part = "contradicts bf16.bf16_master_weights_and_grads: leave one of them out";

@@ -3,7 +3,7 @@
 use super::{Faults, not_negative, value, word};
 use crate::error::SettingsError;
 use crate::reader::{Reader, Said};
-use crate::toml::{Bf16Toml, OptimizerParamsToml, OptimizerToml, ParamGroupToml};
+use crate::toml::{Bf16Toml, OptimizerParamsToml, OptimizerToml, ParamGroupToml, Switch};
 use crate::values::{
     Decaying, MasterType, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings,
 };
@@ -120,7 +120,15 @@ pub fn moments(
 ) -> Result<MomentsType, SettingsError> {
     let switch = ("bf16_optimizer_states", bf16.bf16_optimizer_states);
     let words = [("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)];
-    word(key, switched(key, given, switch)?, &words)
+    if switch.1 == Some(true) && bf16.bf16_master_weights_and_grads != Some(true) {
+        return Err(value(
+            "bf16.bf16_optimizer_states",
+            format!(
+                "needs bf16_master_weights_and_grads, as in DeepSpeed: set it to true too, or use {key} = \"bf16\", which needs nothing"
+            ),
+        ));
+    }
+    word(key, switched(key, given, bf16, switch)?, &words)
 }
 
 /// Resolves how masters of bf16 parameters are stored: by our key, or by DeepSpeed's switch.
@@ -134,15 +142,24 @@ pub fn master(
         bf16.bf16_master_weights_and_grads,
     );
     let words = [("fp32", MasterType::Fp32), ("bf16", MasterType::Bf16)];
-    word(key, switched(key, given, switch)?, &words)
+    word(key, switched(key, given, bf16, switch)?, &words)
 }
 
-/// Returns the value of `key`, which is `given` or what a switch of DeepSpeed's table `bf16` stands for.
+/// Returns the value of `key`, which is `given` or what a switch of DeepSpeed's table `bf16` stands for where that is enabled.
 fn switched<'a>(
     key: &'static str,
     given: &'a Option<String>,
+    bf16: &Bf16Toml,
     (switch, on): (&str, Option<bool>),
 ) -> Result<Option<&'a str>, SettingsError> {
+    if on == Some(true) && bf16.enabled != Some(Switch::Said(true)) {
+        return Err(value(
+            key,
+            format!(
+                "bf16.{switch} is true and bf16.enabled is not: set bf16.enabled = true, or leave bf16.{switch} out"
+            ),
+        ));
+    }
     match (given.as_deref(), on) {
         (None, Some(true)) => Ok(Some("bf16")),
         (Some(word @ "fp32"), Some(true)) | (Some(word @ "bf16"), Some(false)) => Err(value(
