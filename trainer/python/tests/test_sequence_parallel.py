@@ -233,7 +233,7 @@ def flash(module, query, key, value, mask, position_ids=None, **given):
 
 
 def evaluated(path):
-    """Logits of a part, with SDPA and what stands for FlashAttention; those of a pause, and a text."""
+    """Logits of a part, with SDPA and what stands for FlashAttention; those of a pause, and a text; those of positions that jump."""
     transformers.AttentionInterface.register("flash_attention_2", flash)
     batch = one_batch(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
     part = {name: value.chunk(2, dim=1)[torch.distributed.get_rank()] for name, value in batch.items()}
@@ -246,7 +246,21 @@ def evaluated(path):
                 with sequence_parallel.paused():
                     found.append(model(**batch, use_cache=False).logits)
                     found.append(model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False))
+                skips = {name: value.chunk(2, dim=1)[torch.distributed.get_rank()] for name, value in skipping().items()}
+                found.append(model(**skips).logits)
+                # A module of another model, that names its arguments.
+                states = torch.randn(1, 2, 4, 8)
+                attention = transformers.AttentionInterface()["sdpa"]
+                plain, _ = transformers.integrations.sdpa_attention.sdpa_attention_forward(torch.nn.Module(), states, states, states, None)
+                assert torch.equal(attention(torch.nn.Module(), query=states, key=states, value=states, attention_mask=None)[0], plain)
     return found
+
+
+def skipping():
+    """A text whose positions jump, with a mask whose numbers do not fit into a byte: its tokens are one document."""
+    mask = torch.full((1, 8), 256)
+    mask[0, 7] = 0
+    return one_batch(position_ids=torch.tensor([[0, 1, 2, 3, 20, 21, 22, 23]]), attention_mask=mask)
 
 
 def committed(rank, ranks, path, killed_at=None):
@@ -326,9 +340,11 @@ def test_an_evaluation_is_divided_unless_it_is_paused(told):
     with torch.no_grad():
         logits = model(**batch, use_cache=False).logits
         text = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
-    for rank, (by_sdpa, paused, generated, by_flash) in enumerate(told[2]):
+        jumping = model(**skipping(), use_cache=False).logits
+    for rank, (by_sdpa, paused, generated, jumped, by_flash) in enumerate(told[2]):
         own = logits.chunk(2, dim=1)[rank]
         assert torch.allclose(by_sdpa, own, atol=1e-6) and torch.allclose(by_flash, own, atol=1e-6)
+        assert torch.allclose(jumped, jumping.chunk(2, dim=1)[rank], atol=1e-6)
         assert torch.equal(paused, logits) and torch.equal(generated, text)
 
 

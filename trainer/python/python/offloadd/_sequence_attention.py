@@ -21,10 +21,17 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+from ._forwards import in_backward
 from ._sequence_groups import Group, group_of, heads_for_tokens, tokens_for_heads
 
-# Modules that mix neighbouring tokens themselves.
-_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+# Modules that mix tokens themselves.
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
+
+# The losses of transformers whose labels are those of the next token; None has no loss, or an older name.
+_LOSSES = ("ForCausalLM", "ForConditionalGeneration", None)
+
+# Attention functions, beside those of FlashAttention. What others do with positions and tensors is not known.
+_SUPPORTED = ("sdpa", "eager")
 
 # Kinds of rotary embeddings that look at the longest position of a forward, of which a rank has a part.
 _LENGTH_ROPES = ("dynamic", "longrope")
@@ -35,6 +42,7 @@ _REFUSED = {
     "encoder_hidden_states": "attention to another sequence is not divided",
     "inputs_embeds": "pass input_ids",
     "output_attentions": "attention weights are divided by heads: leave it out",
+    "logits_to_keep": "the last tokens of each part would be kept: leave it out",
     "output_router_logits": "a router's loss is not linear in tokens, so that parts of a sequence do not add up: leave it out",
 }
 
@@ -46,11 +54,12 @@ _paused = False
 
 @dataclasses.dataclass
 class Options:
-    """What models are attached with that are prepared from now on: the attention function that a script names, and whether an evaluation
-    divides sequences."""
+    """What models are attached with that are prepared from now on: the attention function that a script names, whether an evaluation
+    divides sequences, and whether the script takes those of all models for divided, as DeepSpeed does: other models are refused then."""
 
     implementation: Optional[str] = None
     in_eval: bool = True
+    of_all: bool = False
 
 
 options = Options()
@@ -61,10 +70,27 @@ def attach(model: nn.Module, size: int) -> "Attached":
     found = _transformer_of(model)
     _check(found, model, size, options.implementation)
     before = _attached.get(found)
+    attached = Attached(found, group_of(size), options.in_eval)
     if before is not None:
         # As a reference so far, in memory.
         before.detach()
-    return Attached(found, group_of(size), options.in_eval)
+    return attached
+
+
+def take_for_divided(implementation: Optional[str], in_eval: bool) -> None:
+    """Refuses all models from now on that are not attached, until the last one is detached: the script takes their sequences for divided."""
+    options.implementation, options.in_eval, options.of_all = implementation, in_eval, True
+    if implementation in _SUPPORTED:
+        _replace(implementation)
+
+
+def check_divided(what: str, passes: bool) -> None:
+    """Raises `Error` where no model divides its sequences now. `passes` asks for one that does in the mode that it has, of training or evaluation."""
+    if _paused or not any(one.active or not passes for one in _attached.values()):
+        raise Error(
+            f"{what}: no model divides its sequences now, so that parts would be texts of their own: within paused(), after the run, "
+            "and in an evaluation that is not divided, pass whole sequences"
+        )
 
 
 @contextlib.contextmanager
@@ -91,7 +117,10 @@ class Attached:
         self._names = list(inspect.signature(found.forward).parameters)
         self._computes_loss = "loss_function" not in inspect.unwrap(type(found).forward).__code__.co_names
         text = found.config.get_text_config()
-        self._layers, self._checked = text.num_hidden_layers, False
+        self._layers = text.num_hidden_layers
+        # As OPT's positions.
+        embeddings = (one for one in found.modules() if isinstance(one, nn.Embedding))
+        self._counts_padding = any("attention_mask" in inspect.signature(one.forward).parameters for one in embeddings)
         for module in found.modules():
             _attached[module] = self
         _replace(text._attn_implementation)
@@ -124,26 +153,41 @@ class Attached:
         if len(set(told)) > 1:
             raise Error(f"the ranks of a sequence have parts of different shapes: input_ids and whether there is an attention_mask: {told}")
         positions = torch.cat(self.group.gather(given["position_ids"].expand(ids.shape).to(ids.device)), dim=1)
-        padding = None if mask is None else torch.cat(self.group.gather(mask.to(ids.device, torch.uint8)), dim=1).bool()
+        padding = None if mask is None else torch.cat(self.group.gather((mask != 0).to(ids.device, torch.uint8)), dim=1).bool()
+        if padding is not None:
+            self._check_positions(positions, padding)
         self.whole = _current.whole = _Whole(positions, padding)
         # With it the model leaves documents to the mask function below, which knows all of the sequence.
         return (), {**given, "attention_mask": torch.ones_like(ids), "use_cache": False}
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
         whole, self.whole, _current.whole = self.whole, None, None
-        if whole is None or self._checked or output is None:
+        if whole is None or output is None:
             return
-        self._checked = True
+        # In each forward: layers that one rank alone leaves out would be exchanged with others.
         if whole.attentions != self._layers:
             raise NotSupported(
                 f"{self._name}: {whole.attentions} of {self._layers} layers compute attention by transformers' "
                 "attention functions; other layers would see a part of the sequence"
             )
 
+    def _check_positions(self, positions: torch.Tensor, padding: torch.Tensor) -> None:
+        """Refuses positions with which the model would compute otherwise on one rank, given an attention_mask."""
+        both = padding[:, 1:] & padding[:, :-1]
+        if bool((torch.diff(positions, dim=1) <= 0)[both].any()):
+            raise NotSupported(
+                f"{self._name}: position_ids restart beside an attention_mask, with which transformers does not keep documents apart: leave one of them out"
+            )
+        if self._counts_padding and bool((positions != padding.cumsum(1) - 1)[padding].any()):
+            raise NotSupported(
+                f"{self._name}: it counts positions without padding: pass position_ids in the batches (attention_mask.cumsum(1) - 1), or pad on the right"
+            )
+
     def _check_given(self, given: dict[str, Any]) -> None:
         name = self._name
         for key, why in _REFUSED.items():
-            if given.get(key) is not None and given[key] is not False:
+            one = given.get(key)
+            if one is not None and (not isinstance(one, (bool, int)) or one):
                 raise NotSupported(f"{name}: {key}: {why}")
         for key in ("input_ids", "position_ids"):
             if given.get(key) is None:
@@ -163,7 +207,7 @@ class Attached:
 
 
 class _Whole:
-    """Positions and padding of the whole sequence, within one forward."""
+    """Positions of the whole sequence and its attention_mask, within one forward. As in transformers, documents are not looked for beside one."""
 
     def __init__(self, positions: torch.Tensor, padding: Optional[torch.Tensor]) -> None:
         self.positions = positions
@@ -172,16 +216,7 @@ class _Whole:
         self.masks = self.attentions = 0
         starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
         documents = starts.cumsum(1)
-        self.documents = documents if bool(documents[:, -1].any()) else None
-
-    @property
-    def padded_documents(self) -> bool:
-        """Whether there are several documents in a row beside padding."""
-        if self.documents is None or self.padding is None:
-            return False
-        last = self.documents.masked_fill(~self.padding, -1).amax(1)
-        first = self.documents.masked_fill(~self.padding, self.documents.shape[1]).amin(1)
-        return bool((last > first).any())
+        self.documents = documents if padding is None and bool(documents[:, -1].any()) else None
 
 
 class _Current:
@@ -209,6 +244,7 @@ def _replace(implementation: str) -> None:
 
 def _restore() -> None:
     """Gives transformers its functions back."""
+    options.of_all = False
     attentions, masks = _interfaces()
     for implementation, (inner, mask) in _replaced.items():
         type(masks).register(implementation, mask)
@@ -239,29 +275,37 @@ def _mask(implementation: str, plain: Callable, **given: Any) -> Any:
     tokens, rule, skips = whole.positions.shape[1], given["mask_function"], whole.documents is None
     if whole.documents is not None:
         rule = masking_utils.and_masks(rule, masking_utils.packed_sequence_mask_function(whole.documents))
-        if _is_flash(implementation) and (whole.padded_documents or len(whole.positions) > 1):
-            raise NotSupported(f"{implementation} with sequence_parallel_size: several documents in a row, beside padding or in several rows: use sdpa")
+        if _is_flash(implementation) and len(whole.positions) > 1:
+            raise NotSupported(f"{implementation} with sequence_parallel_size: several documents in several rows: use sdpa")
     sizes = {"q_length": tokens, "kv_length": tokens, "q_offset": 0, "kv_offset": 0}
     return plain(**{**given, **sizes, "mask_function": rule, "attention_mask": whole.padding, "allow_is_causal_skip": skips})
 
 
 def _is_flash(implementation: str) -> bool:
-    return "flash" in implementation and implementation != "flex_attention"
+    return "flash" in implementation and not implementation.startswith("paged")
 
 
-def _attention(implementation: str, plain: Optional[Callable], module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **given: Any) -> Any:
+# Some models name their arguments: they are called as transformers'.
+def _attention(
+    implementation: str, plain: Optional[Callable], module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **given: Any
+) -> Any:
     """Attention of an attached model's module on the whole sequence with a part of the heads, and of others as it is."""
     # The eager function is in the file of each model.
     plain = plain or sys.modules[type(module).__module__].eager_attention_forward
     attached = _attached.get(module)
+    if attached is None and options.of_all and not _paused and (options.in_eval or module.training):
+        raise NotSupported(
+            f"{type(module).__name__}: its model was not passed to deepspeed.initialize, so that its attention would see a part of the sequence: "
+            "pass it too (a configuration without an optimizer is enough), or call it on whole sequences within offloadd.sequence_parallel.paused()"
+        )
     if attached is None or not attached.active:
-        return plain(module, query, key, value, mask, *args, **given)
-    return _divided(implementation, plain, attached, module, query, key, value, mask, *args, **given)
+        return plain(module, query, key, value, attention_mask, *args, **given)
+    return _divided(implementation, plain, attached, module, query, key, value, attention_mask, *args, **given)
 
 
 @torch.compiler.disable
 def _divided(
-    implementation: str, plain: Callable, attached: Attached, module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **given: Any
+    implementation: str, plain: Callable, attached: Attached, module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **given: Any
 ) -> Any:
     """Attention on the whole sequence with a part of the heads, of all heads on a part of the sequence. The exchange is between compiled parts."""
     group, tokens, name = attached.group, query.shape[2] * attached.group.size, type(module).__name__
@@ -270,7 +314,10 @@ def _divided(
         attached.whole.attentions += 1
         if not attached.whole.masks:
             raise NotSupported(f"{name} with sequence_parallel_size: the model makes its masks without transformers' functions: they would see a part")
-    _check_attention(name, query, key, value, mask, tokens)
+    elif not in_backward():
+        # Where a checkpoint computes again, the forward has checked.
+        raise NotSupported(f"{name} with sequence_parallel_size: a part of the model was called, with positions and masks of a part: call the model itself")
+    _check_attention(name, query, key, value, attention_mask, tokens)
     given = _known(name, plain, given)
     if _is_flash(implementation):
         if positions is None:
@@ -282,7 +329,7 @@ def _divided(
         key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     query, key, value = (heads_for_tokens(states, group) for states in (query, key, value))
     with _groups_of(module, query.shape[1] // key.shape[1]):
-        output, _ = plain(module, query, key, value, mask, *args, **given)
+        output, _ = plain(module, query, key, value, attention_mask, *args, **given)
     return tokens_for_heads(output, group), None
 
 
@@ -348,7 +395,7 @@ def _check(model: nn.Module, whole: nn.Module, size: int, implementation: Option
     has = text._attn_implementation
     if implementation is not None and implementation != has:
         raise Error(f"{name} computes attention by {has}, and {implementation} was named: load the model with attn_implementation={implementation!r}")
-    if has in ("flex_attention",) or has.startswith("paged"):
+    if has not in _SUPPORTED and not _is_flash(has):
         raise refuse(f"attention by {has} is not supported: load the model with attn_implementation='sdpa'")
     if has == "eager" and getattr(text, "reorder_and_upcast_attn", False):
         raise refuse("reorder_and_upcast_attn computes attention in the model itself: load it with attn_implementation='sdpa'")
@@ -359,9 +406,9 @@ def _check(model: nn.Module, whole: nn.Module, size: int, implementation: Option
     recurrent = sorted({kind for kind in getattr(text, "layer_types", None) or () if "attention" not in kind or "linear" in kind})
     if recurrent:
         raise refuse(f"layers of the type {', '.join(recurrent)} carry their state along the sequence")
-    mixer = next((type(one).__name__ for one in model.modules() if isinstance(one, _MIXERS)), None)
-    if mixer is not None:
-        raise refuse(f"it has a {mixer}, which mixes tokens or images")
+    if getattr(text, "layerdrop", 0):
+        raise refuse("layerdrop in its configuration: each rank would leave out other layers; set it to 0")
+    _check_modules(model, whole, refuse)
     ropes = _rope_types(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None))
     if ropes & set(_LENGTH_ROPES):
         raise refuse(f"rotary embeddings of the type {', '.join(sorted(ropes & set(_LENGTH_ROPES)))} depend on the longest position of a part")
@@ -370,9 +417,26 @@ def _check(model: nn.Module, whole: nn.Module, size: int, implementation: Option
         raise refuse(f"{asked} in its configuration: {_REFUSED[asked]}")
     if any(getattr(one, "is_prompt_learning", False) for one in (getattr(whole, "peft_config", None) or {}).values()):
         raise refuse("prompts that are learned come before each part")
-    if any(hasattr(one, "sinks") for one in model.modules()):
-        raise refuse("attention sinks of each head are not divided")
     _check_heads(text, size, refuse)
+
+
+def _check_modules(model: nn.Module, whole: nn.Module, refuse: Callable[[str], Exception]) -> None:
+    """Refuses modules in and around the model that would see a part of the sequence."""
+    import transformers
+
+    mixer = next((type(one).__name__ for one in whole.modules() if isinstance(one, _MIXERS)), None)
+    if mixer is not None:
+        raise refuse(f"it has a {mixer}, which mixes tokens or images")
+    below = set(model.modules())
+    other = next((type(one).__name__ for one in whole.modules() if isinstance(one, transformers.PreTrainedModel) and one not in below), None)
+    if other is not None:
+        raise refuse(f"there is another model beside it, a {other}, that would see a part of the sequence: prepare each by itself")
+    if model.loss_type not in _LOSSES or model.loss_type is None and model.base_model is not model and model.get_output_embeddings() is None:
+        raise refuse("its head is not one of a language model: it would take tokens of each part, or labels that are not those of the next token")
+    if any(hasattr(one, "create_position_ids_from_input_ids") for one in below):
+        raise refuse("it makes positions of its own from the tokens, of which a rank has a part")
+    if any(hasattr(one, "sinks") for one in below):
+        raise refuse("attention sinks of each head are not divided")
 
 
 def _rope_types(parameters: Any) -> set[str]:
