@@ -10,7 +10,7 @@ LAYERS = {
     "the extension, errors, starts of processes": "_offloadd _errors _console _ending _finder _program _config",
     "a model's parameters, in memory and released": "_storage _packed _units _param_units _muon _order _held _released _experts _watch _native _forwards",
     "what ranks wait for, exchange and agree on": "_board _connections _nodes _meetings _transfers _ranks",
-    "parts of a sequence on several ranks": "_sequence_groups _sequence_loader _sequence_attention sequence_parallel",
+    "parts of a sequence on several ranks": "_sequence_groups _sequence_attention _sequence_loader _sequence_mean sequence_parallel",
     "units around forward and backward": "_copies _memory _activations _gathering _reading _gradients _engine _beside",
     "a run before it starts": "_untrained _lion _supported_optimizers _wrappers _plan _traced _gpu_plan _sketch _state _run_dir _layout",
     "a run": "_progress _reports _commits _each_node _weights _checkpoint _rewriting _moments _steps _prepared_optimizer _model_methods _returning _opening _generation _whole _run _optimizer_run",

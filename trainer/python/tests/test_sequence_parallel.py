@@ -11,7 +11,9 @@ transformers.logging.set_verbosity_error()
 # Imported once for all ranks.
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402
 import transformers.models.llama.modeling_llama  # noqa: E402
+import transformers.models.opt.modeling_opt  # noqa: E402
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402
+import transformers.models.roberta.modeling_roberta  # noqa: E402
 import transformers.trainer  # noqa: E402
 
 import offloadd  # noqa: E402
@@ -81,16 +83,18 @@ def batches(kind, steps=STEPS):
     return found
 
 
-def loss_of(model, batch):
-    """The mean over the tokens of a part that count."""
+def loss_of(model, batch, of_each=False):
+    """The mean over the tokens of a part that count, or the loss of each token."""
     logits = model(**{name: value for name, value in batch.items() if name != "shift_labels"}).logits
+    if of_each:
+        return torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["shift_labels"].clamp(min=0), reduction="none")
     return model.loss_function(logits=logits, labels=None, shift_labels=batch["shift_labels"], vocab_size=64)
 
 
-def steps(model, optimizer, parts, mean, accumulated, clipping=0.5):
+def steps(model, optimizer, parts, mean, accumulated, clipping=0.5, of_each=False):
     losses, norms = [], []
     for number, batch in enumerate(parts, 1):
-        loss = mean(loss_of(model, batch), batch["shift_labels"])
+        loss = mean(loss_of(model, batch, of_each), batch["shift_labels"])
         (loss / accumulated).backward()
         losses.append(loss.item())
         if number % accumulated == 0:
@@ -132,7 +136,7 @@ def divided(rank, ranks, path, cases, size):
         with offloadd.prepare(model, optimizer, {**config(device, path), "sequence_parallel_size": size}, run_dir=directory):
             # Each rank's loader has every rank-th batch, as a DistributedSampler's.
             loader = sequence_parallel.Loader(batches(kind)[rank::ranks])
-            losses, norms = steps(model, optimizer, loader, sequence_parallel.mean, ACCUMULATED * size // ranks)
+            losses, norms = steps(model, optimizer, loader, sequence_parallel.mean, ACCUMULATED * size // ranks, of_each=name == "gpt2")
             found[name, kind, attention, device] = losses, norms, state(model)
     return found
 
@@ -153,7 +157,46 @@ def one_batch(**more):
     return {"input_ids": ids, "position_ids": torch.arange(8)[None], **more}
 
 
-# What is refused: a part of the message, a model, what its forward is given and changes of its configuration before it is prepared.
+class Rewards(transformers.LlamaPreTrainedModel):
+    """A head of one's own on a model."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = transformers.LlamaModel(config), torch.nn.Linear(32, 1)
+
+
+def with_head(kind, **more):
+    return kind(transformers.LlamaConfig(**{**SIZES, **HEADS, **more}))
+
+
+def opt(**more):
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "max_position_embeddings": 64}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, **more))
+
+
+def roberta():
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return transformers.RobertaForCausalLM(transformers.RobertaConfig(**sizes, is_decoder=True))
+
+
+def without_a_layer(model):
+    """A forward that has all layers, and one that leaves the last out."""
+    model(**one_batch())
+    del model.model.layers[2]
+    model(**one_batch())
+
+
+def divided_by_nothing(model):
+    loss = model(**one_batch()).logits.sum() * 0
+    sequence_parallel.mean(loss / 0, torch.full((1, 8), -100))
+
+
+def in_a_pause(model):
+    with sequence_parallel.paused():
+        list(sequence_parallel.Loader([one_batch()]))
+
+
+# What is refused: a part of the message, a model, and what its forward is given or what is done with the model once it is prepared.
 REFUSED = [
     ("its 3 attention heads cannot be divided among 2 ranks", lambda: llama(hidden_size=24, num_attention_heads=3, num_key_value_heads=3), None),
     ("its 3 heads of keys and values cannot be divided", lambda: llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=3), None),
@@ -162,10 +205,25 @@ REFUSED = [
     ("layers of the type linear_attention carry", lambda: changed(llama(), layer_types=["full_attention", "linear_attention"]), None),
     ("encoders with decoders", lambda: changed(llama(), is_encoder_decoder=True), None),
     ("it has a Conv1d", lambda: torch.nn.ModuleList([with_conv(llama())]), None),
+    ("it has a MultiheadAttention", lambda: torch.nn.ModuleList([llama(), torch.nn.MultiheadAttention(32, 2)]), None),
+    ("another model beside it, a GPT2LMHeadModel", lambda: torch.nn.ModuleList([llama(), gpt2()]), None),
+    ("its head is not one of a language model", lambda: with_head(transformers.LlamaForSequenceClassification, num_labels=1), None),
+    ("its head is not one of a language model", lambda: with_head(transformers.LlamaForTokenClassification), None),
+    ("its head is not one of a language model", lambda: with_head(Rewards), None),
+    ("it makes positions of its own", roberta, None),
+    ("layerdrop", lambda: opt(layerdrop=0.1), None),
+    ("attention by mine is not supported", lambda: changed(llama(), _attn_implementation_internal="mine"), None),
     ("no model of transformers", lambda: torch.nn.Linear(4, 4), None),
     ("attention by flex_attention", lambda: changed(llama(), _attn_implementation_internal="flex_attention"), None),
     ("reorder_and_upcast_attn computes", lambda: gpt2(reorder_and_upcast_attn=True, attn_implementation="eager"), None),
     ("2 of 3 layers compute attention by transformers'", lambda: with_mixer(llama()), {}),
+    ("2 of 3 layers compute attention by transformers'", llama, without_a_layer),
+    ("a part of the model was called", llama, lambda model: model.model(**one_batch())),
+    ("position_ids restart beside an attention_mask", llama, {"position_ids": torch.arange(8)[None] % 4, "attention_mask": torch.ones(1, 8)}),
+    ("it counts positions without padding", opt, {"attention_mask": torch.arange(8)[None] > 2}),
+    ("logits_to_keep: the last tokens of each part", llama, {"logits_to_keep": 1}),
+    ("a part has no token that counts, and its loss is divided", llama, divided_by_nothing),
+    ("Loader: no model divides its sequences now", llama, in_a_pause),
     ("position_ids is missing", llama, {"position_ids": None}),
     ("labels without shift_labels", llama, {"labels": torch.ones(1, 8, dtype=torch.long)}),
     ("attention_mask must be [batch, tokens]", llama, {"attention_mask": torch.ones(1, 1, 8, 8)}),
@@ -200,28 +258,39 @@ def with_mixer(model):
 
 def refused(path):
     """The message of each row of the table, and of loaders."""
-    found = []
+    attentions, masks = sequence_attention._interfaces()
+    found, functions = [], [(dict(one._global_mapping), one) for one in (attentions, masks)]
     for number, (_, make, given) in enumerate(REFUSED):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters())
         try:
             with offloadd.prepare(model, optimizer, {**config("none", path), "sequence_parallel_size": 2}, run_dir=path / f"refused-{number}"):
-                model(**one_batch(**given))
+                given(model) if callable(given) else model(**one_batch(**given))
             found.append("nothing")
-        except offloadd.NotSupported as error:
+        except offloadd.Error as error:
             found.append(str(error))
         assert getattr(model, "_offloadd_run", None) is None and not sequence_attention._attached and not sequence_attention._replaced, (
             "the model is a plain one again"
         )
-    for own in ([{"input_ids": torch.ones(1, 7)}], [{"input_ids": torch.ones(1, 8)}] * torch.distributed.get_rank(), [torch.ones(1, 8)]):
-        try:
-            list(sequence_parallel.Loader(own))
-        except offloadd.Error as error:
-            found.append(str(error))
+        assert all(one._global_mapping == before for before, one in functions), "transformers has its functions again"
+    model, loader = llama(), sequence_parallel.Loader
+    with offloadd.prepare(model, adamw(model), {**config("none", path), "sequence_parallel_size": 2}, run_dir=path / "loaders"):
+        for own in ([{"input_ids": torch.ones(1, 7)}], [{"input_ids": torch.ones(1, 8)}] * torch.distributed.get_rank(), [torch.ones(1, 8)]):
+            found.append(message_of(lambda: list(loader(own))))
+    found += [message_of(lambda: list(loader([one_batch()]))), message_of(lambda: sequence_parallel.mean(torch.ones(()), torch.ones(1, 8)))]
     return found
 
 
-OF_LOADERS = ["sequences of 7 tokens, which 2 ranks cannot divide", "the data of rank 0 of the sequence has ended", "no mapping with input_ids"]
+def message_of(call):
+    try:
+        call()
+    except offloadd.Error as error:
+        return str(error)
+
+
+OF_LOADERS = ["sequences of 7 tokens, which 2 ranks cannot divide", "the data of rank 0 of the sequence has ended", "no mapping with input_ids"] + [
+    "no model divides its sequences"
+] * 2
 
 
 def flash(module, query, key, value, mask, position_ids=None, **given):

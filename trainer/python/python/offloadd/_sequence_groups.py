@@ -1,4 +1,4 @@
-"""Ranks that have parts of one sequence: their groups, the exchange around attention, and the mean over all their tokens.
+"""Ranks that have parts of one sequence: their groups, and the exchange around attention.
 
 hidden states    [batch, all heads, part of the sequence]
 exchange         all-to-all
@@ -141,27 +141,3 @@ def tokens_for_heads(states: torch.Tensor, group: Group) -> torch.Tensor:
     by_rank = states.reshape(batch, group.size, tokens // group.size, heads, size).movedim(1, 0)
     brought = _Exchange.apply(by_rank, group)
     return brought.movedim(0, 2).reshape(batch, tokens // group.size, group.size * heads, size)
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over all counted tokens of a sequence. Its gradient is that of the sum over the ranks, which each have the same value: a run
-    takes the mean of gradients over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, counted: torch.Tensor, group: Group) -> torch.Tensor:
-        own = torch.where(counted > 0, loss.detach().double() * counted, 0.0)
-        told = group.gather(torch.stack([own, counted.double()]))
-        # In the order of ranks: the same bits on all of them.
-        total, tokens = (sum(of_ranks) for of_ranks in zip(*told))
-        ctx.factor = counted * group.size / tokens.clamp(min=1)
-        return (total / tokens.clamp(min=1)).to(loss.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (grad * ctx.factor).to(grad.dtype), None, None
-
-
-def mean(loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """The mean of a loss over all tokens of a sequence that count, of the means over this rank's part: call `backward` on it on all ranks.
-    `shift_labels` has this part's labels, -100 for tokens that do not count."""
-    return _Mean.apply(loss, (shift_labels != IGNORED).sum(), the_group())

@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Optional
 import torch
 
 from ._errors import Error
+from ._sequence_attention import check_divided
 from ._sequence_groups import IGNORED, Group, the_group
 
 
@@ -17,6 +18,9 @@ class Loader:
     A batch is a mapping with `input_ids`. All of its tensors are [batch, tokens, ...]; what is no tensor is passed on. `labels`, shifted by one
     token, are called `shift_labels`. `position_ids` count from 0 in each row where the loader has none.
     """
+
+    # Whether batches without labels are refused.
+    _needs_labels = False
 
     def __init__(self, loader: Iterable, group: Optional[Group] = None) -> None:
         self.loader, self._group = loader, group or the_group()
@@ -41,10 +45,11 @@ class Loader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        check_divided("sequence_parallel.Loader", passes=False)
         iterator = iter(self.loader)
         while True:
             batch = next(iterator, None)
-            described = _described(batch, self._group.size)
+            described = _described(batch, self._group.size, self._needs_labels)
             of_ranks = self._group.gather_objects(described)
             _check(of_ranks)
             if batch is None:
@@ -76,13 +81,15 @@ class Loader:
         return found
 
 
-def _described(batch: Optional[Any], size: int) -> dict[str, Any]:
+def _described(batch: Optional[Any], size: int, needs_labels: bool) -> dict[str, Any]:
     """What the ranks of a sequence tell each other of a batch: shapes and types of its tensors, what is no tensor, or what is wrong with it."""
     if batch is None:
         return {"ends": True}
     if not hasattr(batch, "keys") or not isinstance(batch["input_ids"] if "input_ids" in batch.keys() else None, torch.Tensor):
         return {"wrong": "a batch is no mapping with input_ids: sequences on several ranks need names"}
     tensors = {name: (tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in _shifted(batch).items()}
+    if needs_labels and "shift_labels" not in tensors:
+        return {"wrong": "a batch has no labels: losses of the tokens are added up over the parts of a sequence, others are not those of the whole"}
     rows, tokens = batch["input_ids"].shape[:2]
     for name, (shape, _) in tensors.items():
         if shape[:2] != (rows, tokens):

@@ -10,7 +10,7 @@ for batch in run.batches(sequence_parallel.Loader(loader)):
 """
 
 from ._sequence_attention import paused
-from ._sequence_groups import mean
 from ._sequence_loader import Loader
+from ._sequence_mean import mean
 
 __all__ = ["Loader", "mean", "paused"]
