@@ -458,6 +458,25 @@ def test_two_groups_of_two_ranks_share_the_batches(tmp_path):
         assert close(ours, weights) and equal(ours, told[0][2]), rank
 
 
+def is_refused_below_deepspeeds_names(path, sp_group, engine):
+    """What would be computed otherwise than by DeepSpeed, or than by one rank, says so."""
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    other = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
+    with pytest.raises(offloadd.NotSupported, match="its model was not passed to deepspeed.initialize"):
+        other(**one_batch())
+    with sequence_parallel.paused():
+        other(**one_batch())
+    loss = torch.ones((), requires_grad=True) * 2
+    with pytest.raises(offloadd.NotSupported, match="all_reduce of a loss"):
+        deepspeed.comm.all_reduce(loss, group=sp_group)
+    deepspeed.comm.all_reduce(loss.detach(), group=sp_group)
+    loader = UlyssesSPDataLoaderAdapter([one_batch()], torch.distributed.get_rank(), sp_group, 2, engine.device)
+    with pytest.raises(offloadd.Error, match="a batch has no labels"):
+        next(loader)
+
+
 def tutorial(path, settings):
     """Losses and weights of a script that was written for DeepSpeed, as its tutorial has it. It has no number for a rank without counted tokens."""
     import deepspeed
@@ -482,6 +501,7 @@ def tutorial(path, settings):
         batches("counted documents"), batch_size=None, sampler=range(mpu.get_sequence_parallel_rank(), ACCUMULATED * STEPS, sp_size)
     )
     loader = UlyssesSPDataLoaderAdapter(loader, sp_rank=groups._get_sequence_parallel_rank(), sp_group=sp_group, sp_world_size=sp_size, device=engine.device)
+    is_refused_below_deepspeeds_names(path, sp_group, engine)
     # One that nothing trains is divided too, as attention is registered for all.
     reference, *_ = deepspeed.initialize(model=transformers.AutoModelForCausalLM.from_pretrained(path / "model"), config={"train_batch_size": 8})
     losses = []

@@ -259,6 +259,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed.checkpointing": {"checkpoint": checkpoint, "configure": configure, "is_configured": is_configured},
     "deepspeed.comm": {
         **_COLLECTIVES,
+        "all_reduce": sequences.without_gradient(_COLLECTIVES["all_reduce"]),
         "ReduceOp": torch.distributed.ReduceOp,
         "barrier": barrier,
         "destroy_process_group": destroy_process_group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, Callable, Iterable, Optional, Union
 
@@ -11,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._sequence_attention import options
+from ._sequence_attention import take_for_divided
 from ._sequence_groups import current, group_of
 from ._sequence_loader import Loader
 
@@ -48,12 +49,14 @@ class UlyssesSPAttentionHF:
         if length is not None and length % sequence_parallel_size:
             raise Error(f"register_with_transformers: seq_length = {length} cannot be divided among {sequence_parallel_size} ranks")
         initialize_sequence_parallel(sequence_parallel_size)
-        options.implementation, options.in_eval = core_attn_implementation, not disable_in_eval
+        take_for_divided(core_attn_implementation, not disable_in_eval)
         return importlib.import_module(MPU)
 
 
 class UlyssesSPDataLoaderAdapter(Loader):
-    """A loader that divides its batches among the ranks of a sequence. Batches come in host memory."""
+    """A loader that divides its batches, which have labels, among the ranks of a sequence. Batches come in host memory."""
+
+    _needs_labels = True
 
     def __init__(self, dl: Iterable, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         group = current()
@@ -101,6 +104,22 @@ def ranks() -> Optional[int]:
     """Ranks of a sequence, if the script has made their groups."""
     group = current()
     return None if group is None else group.size
+
+
+def without_gradient(all_reduce: Callable) -> Callable:
+    """An all_reduce in place, which has the gradient of this rank's share: refuses a loss of parts of a sequence."""
+
+    @functools.wraps(all_reduce)
+    def call(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        made = current()
+        if made is not None and group is made.group and tensor.requires_grad:
+            raise NotSupported(
+                "deepspeed.comm.all_reduce of a loss among the ranks of a sequence: its gradient is that of this rank's share alone: "
+                "use torch.distributed.nn.functional.all_gather or offloadd.sequence_parallel.mean; for a number, tensor.detach()"
+            )
+        return all_reduce(tensor, op, group, *args, **kwargs)
+
+    return call
 
 
 # Computing in tiles
