@@ -108,6 +108,28 @@ def test_weights_and_states_that_are_loaded_are_the_ones_that_were_saved(tmp_pat
     assert not equal(found[0][0], found[1][0])
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["an optimizer alone", "a prepared model"])
+def test_masters_half_way_between_two_parameters_are_loaded(tmp_path, alone):
+    """The engine rounds them away from zero, PyTorch to even."""
+    model = model_of(torch.bfloat16)
+    masters = [(param.detach().float().view(torch.int32) | 0x8000).view(torch.float32) for param in model.parameters()]
+    with torch.no_grad():
+        for param, master in zip(model.parameters(), masters):
+            # With one bit more than half.
+            param.copy_((master.view(torch.int32) | 1).view(torch.float32))
+            assert not torch.equal(param, master.bfloat16())
+    kind, own = (offloadd.optim.AdamW, {"options": {"program": PROGRAM}}) if alone else (torch.optim.AdamW, {})
+    optimizer = kind(model.parameters(), lr=0, weight_decay=0, **own)
+    run = None if alone else offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run")
+    of_one = lambda master: {"step": torch.tensor(1.0), **{name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}, "master_param": master}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {index: of_one(master) for index, master in enumerate(masters)}})
+    before = values(model)
+    train(model, optimizer, batches(1))
+    assert equal(values(model), before)
+    assert all(torch.equal(one["master_param"], master) for one, master in zip(optimizer.state_dict()["state"].values(), masters, strict=True))
+    (optimizer if alone else run).close()
+
+
 def test_a_step_that_overflows_is_skipped_and_rounds_nothing(tmp_path):
     """With a scaler, as scripts have one."""
     model = model_of(torch.bfloat16)

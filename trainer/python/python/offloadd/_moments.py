@@ -94,10 +94,22 @@ def _fill(flats: list[torch.Tensor], unit: Unit, index: int, state: dict[str, An
         Unit.view_of(flat, param, offset).copy_(state[name])
     master = state.get(MASTER)
     # Weights that were loaded since the state was saved have masters of their own.
-    if master is None or not torch.equal(Unit.view_of(present, param, offset), master.to("cpu", param.dtype)):
+    if master is None or not is_master_of(master.to("cpu", torch.float32), Unit.view_of(present, param, offset)):
         return False
     Unit.view_of(masters, param, offset).copy_(master)
     return True
+
+
+def is_master_of(master: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether an fp32 `master` has the bits of `values` where the engine rounds it."""
+    bits = torch.int32 if values.dtype == torch.float32 else torch.int16
+    if values.dtype == torch.bfloat16:
+        # Halves away from zero, as kernels/src/number.rs has it: PyTorch rounds them to even.
+        whole = torch.where(master.isnan(), float("nan"), master).view(torch.int32)
+        rounded = ((whole + 0x8000) >> 16).to(bits)
+    else:
+        rounded = master.to(values.dtype).view(bits)
+    return torch.equal(rounded, values.view(bits))
 
 
 class ParamState(dict):

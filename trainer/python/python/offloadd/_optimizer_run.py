@@ -34,7 +34,7 @@ from ._console import say
 from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
-from ._moments import MASTER, ParamState, ParamStates, States, check_states, state_bytes, state_of, updates_in
+from ._moments import MASTER, ParamState, ParamStates, States, check_states, is_master_of, state_bytes, state_of, updates_in
 from ._param_units import MOMENTUM, ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
 from ._plan import Plan, bytes_text
 from ._ranks import Ranks
@@ -547,7 +547,7 @@ def _fill_piece(views: list[torch.Tensor], piece: Piece, state: dict[str, Any], 
         return False
     master = part(state[MASTER])
     # Weights that were loaded since the state was saved have masters of their own.
-    if not _same_bits(master.to(piece.dtype), piece.of(flat_of(local)).to("cpu")):
+    if not is_master_of(master, piece.of(flat_of(local)).to("cpu")):
         return False
     views[0].copy_(master)
     return True
