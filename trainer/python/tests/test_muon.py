@@ -286,6 +286,38 @@ def test_what_is_no_matrix_is_refused_by_name():
         made(model_of(), adjust_lr_fn="other")
 
 
+def test_a_matrix_keeps_the_rule_that_it_began_with():
+    model = model_of()
+    optimizer = made(model)
+    train(model, [optimizer], batches(1))
+    rest, matrices = optimizer.param_groups
+    before = values(model)
+
+    def refused(name, rule):
+        model(batches(1)[0]).backward()
+        for call in (optimizer.step, lambda: clip_grad_norm_(optimizer, 1.0)):
+            with pytest.raises(offloadd.NotSupported, match=f"{name} is in a group that is updated by {rule} now"):
+                call()
+
+    matrices["use_muon"] = False
+    refused("layers.0.up.weight", "AdamW")
+    matrices["use_muon"] = True
+    rest["params"].append(matrices["params"].pop())
+    refused("layers.2.down.weight", "AdamW")
+    matrices["params"].append(rest["params"].pop())
+    matrices["params"].append(rest["params"].pop(0))
+    refused("layers.0.norm.weight", "Muon")
+    rest["params"].insert(0, matrices["params"].pop())
+    # As torch.optim.Muon has them: all groups are Muon's.
+    state = optimizer.state_dict()
+    del state["param_groups"][0]["use_muon"]
+    with pytest.raises(offloadd.NotSupported, match="group 0 of the optimizer's state is updated by Muon, and this optimizer's by AdamW: .*use_muon=False"):
+        optimizer.load_state_dict(state)
+    assert same(values(model), before) and optimizer.param_groups == [rest, matrices]
+    optimizer.step()
+    optimizer.close()
+
+
 @needs_daemon
 def test_another_rule_or_other_matrices_in_the_directory_are_refused(tmp_path):
     model = model_of()

@@ -33,9 +33,14 @@ Muon = getattr(torch.optim, "Muon", _NoMuon)
 Scalars = tuple[float, float, float, float, float]
 
 
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The rule that updates a group of parameters: Muon's, if it does not say otherwise."""
+    return "Muon" if group.get("use_muon", True) else "AdamW"
+
+
 def ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of the parameters that Muon updates: those of groups that do not say otherwise."""
-    return {id(param) for group in optimizer.param_groups if group.get("use_muon", True) for param in group["params"]}
+    """The ids of the parameters that Muon updates."""
+    return {id(param) for group in optimizer.param_groups if rule_of(group) == "Muon" for param in group["params"]}
 
 
 def scalars_of(group: Mapping[str, Any], shape: Sequence[int]) -> Scalars:

@@ -265,7 +265,7 @@ class OptimizerRun:
         interrupts.end()
 
     def _check_others(self) -> None:
-        """Refuses gradients of parameters that have no tiles."""
+        """Refuses gradients of parameters that have no tiles, and parameters whose tiles are those of another rule."""
         for number, group in enumerate(self.optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.grad is not None and param.numel() and id(param) not in self.beside.pieces:
@@ -273,6 +273,20 @@ class OptimizerRun:
                         f"parameter {index} of group {number} has a gradient, and required none when the optimizer began: let it require gradients before the "
                         "first step, with a learning rate of 0 until it is to be trained"
                     )
+                if id(param) in self.beside.pieces and self._rule_of(param) != (rule := self._rule_in(group)):
+                    raise NotSupported(
+                        f"{self.beside.name_of[id(param)]} is in a group that is updated by {rule} now, and {self._rule_of(param)} has updated it since the "
+                        "optimizer began: divide parameters into groups before the first step, and leave use_muon as it is"
+                    )
+
+    def _rule_of(self, param: torch.Tensor) -> str:
+        """The rule that has updated a parameter since the optimizer began."""
+        rule = self.settings.rule
+        return "AdamW" if rule == "Muon" and id(param) not in self._muon else rule
+
+    def _rule_in(self, group: Mapping[str, Any]) -> str:
+        """The rule that updates a group."""
+        return _muon.rule_of(group) if self.settings.rule == "Muon" else self.settings.rule
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
@@ -367,8 +381,7 @@ class OptimizerRun:
 
     def names_of(self, param: torch.Tensor) -> tuple[str, ...]:
         """The names of a parameter's moments."""
-        rule = self.settings.rule
-        return MOMENTS["AdamW" if rule == "Muon" and id(param) not in self._muon else rule]
+        return MOMENTS[self._rule_of(param)]
 
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""

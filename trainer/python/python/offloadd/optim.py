@@ -262,7 +262,7 @@ class Muon(_Alone, _muon.Muon):
         self._init(directory, socket, "fp32", "fp32", commit_every, overlap_backward, options, {})
         given = dict(momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         groups = [params] if isinstance(params, torch.Tensor) else list(params)
-        by_muon = [not isinstance(group, dict) or group.get("use_muon", True) for group in groups]
+        by_muon = [not isinstance(group, dict) or _muon.rule_of(group) == "Muon" for group in groups]
         super().__init__([group for group, muon in zip(groups, by_muon) if muon], lr=lr, weight_decay=weight_decay, **given)
         if not all(by_muon):
             matrices, count = iter(self.param_groups[:]), len(self.param_groups)
@@ -274,7 +274,17 @@ class Muon(_Alone, _muon.Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim, before the optimizer has begun. A group with `use_muon=False` has what `torch.optim.AdamW` has where it says nothing."""
-        super().add_param_group(param_group if param_group.get("use_muon", True) else {**_AUX, **param_group})
+        super().add_param_group(param_group if _muon.rule_of(param_group) == "Muon" else {**_AUX, **param_group})
+
+    def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
+        for number, (own, loaded) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+            ours, theirs = _muon.rule_of(own), _muon.rule_of(loaded)
+            if ours != theirs:
+                raise NotSupported(
+                    f"group {number} of the optimizer's state is updated by {theirs}, and this optimizer's by {ours}: load the state of one with use_muon=False "
+                    "in the same groups"
+                )
+        super()._load_groups(state_dict)
 
 
 def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Mapping[str, Any]) -> Settings:
