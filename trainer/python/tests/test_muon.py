@@ -313,6 +313,11 @@ def test_a_matrix_keeps_the_rule_that_it_began_with():
     del state["param_groups"][0]["use_muon"]
     with pytest.raises(offloadd.NotSupported, match="group 0 of the optimizer's state is updated by Muon, and this optimizer's by AdamW: .*use_muon=False"):
         optimizer.load_state_dict(state)
+    # As the reference implementation has them.
+    state["param_groups"][0]["use_muon"] = False
+    del state["param_groups"][1]["nesterov"], state["param_groups"][1]["ns_steps"]
+    with pytest.raises(offloadd.NotSupported, match="group 1 of .*Muon has no nesterov, ns_steps, which the update of Muon needs"):
+        optimizer.load_state_dict(state)
     assert same(values(model), before) and optimizer.param_groups == [rest, matrices]
     optimizer.step()
     optimizer.close()

@@ -339,6 +339,30 @@ def test_the_state_of_another_lion_is_loaded_and_that_of_adamw_is_refused(tmp_pa
     optimizer.close()
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_state_that_is_refused_leaves_the_groups_as_they_were(tmp_path, prepared):
+    """Whether its moments are another's, or there are none yet, or its groups are."""
+    lions = Lion(model_of().parameters(), lr=3e-2)
+    adams = torch.optim.AdamW(model_of().parameters(), lr=3e-2)
+    empty = lions.state_dict()
+    for one in (lions, adams):
+        for param in one.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        one.step()
+    other = {**lions.state_dict(), "param_groups": adams.state_dict()["param_groups"]}
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if prepared else adamw(model.parameters())
+    run = offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run") if prepared else optimizer
+    for state, message in [(other, "AdamW's has step, exp_avg and exp_avg_sq"), (empty, "group 0 of .*AdamW has no eps"), (lions.state_dict(), "has no eps")]:
+        groups = optimizer.state_dict()["param_groups"]
+        with pytest.raises(offloadd.NotSupported, match=message):
+            optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["param_groups"] == groups and groups[0]["lr"] == 1e-2
+    expected, plain = model_of(), torch.optim.AdamW
+    assert train(model, optimizer, batches()[:2]) == pytest.approx(train(expected, plain(expected.parameters(), lr=1e-2), batches()[:2]), rel=1e-5)
+    run.close()
+
+
 @needs_daemon
 @pytest.mark.parametrize("given", [True, False], ids=["of the script", "of the configuration"])
 def test_a_prepared_model_is_updated_with_lion_and_goes_on_without(tmp_path, given):

@@ -231,8 +231,8 @@ class OptimizerRun:
         """Updates all parameters that have gradients. Without gradients it does nothing."""
         self._check_open()
         commits, beside, core = self.commits, self.beside, self.core
-        check_settings(self.optimizer)
         self._check_others()
+        check_settings(self.optimizer)
         grads = beside.came()
         if not grads:
             return

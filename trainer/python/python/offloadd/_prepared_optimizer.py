@@ -18,6 +18,7 @@ from ._errors import NotSupported
 from ._moments import Moments, ParamStates, States, check_room, no_write, plain
 from ._rewriting import Rewriting
 from ._steps import Steps
+from ._supported_optimizers import check_settings
 
 
 class Prepared:
@@ -66,12 +67,19 @@ class Prepared:
         names, states = list(params_of(state_dict["param_groups"])), state_dict["state"]
         hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
         self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = collections.OrderedDict(), collections.OrderedDict()
+        before = self.param_groups
         try:
-            self._load_groups({**state_dict, "state": {}})
-        finally:
-            self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = hooks
-        params = params_of(self.param_groups)
-        self._load_states({id(param): dict(states[name]) for name, param in zip(names, params) if states.get(name)})
+            try:
+                self._load_groups({**state_dict, "state": {}})
+            finally:
+                self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = hooks
+            check_settings(self)
+            params = params_of(self.param_groups)
+            self._load_states({id(param): dict(states[name]) for name, param in zip(names, params) if states.get(name)})
+        except BaseException:
+            # What is refused changes nothing: PyTorch has made new groups.
+            self.param_groups = before
+            raise
         for hook in hooks[1].values():
             hook(self)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import _muon
 from ._errors import Error, NotSupported
 from ._lion import Lion
 from ._muon import Muon
@@ -17,6 +18,13 @@ _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 
 # Moments of a parameter in PyTorch's form, by the rule of the update. Tiles have them in this order.
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",), "Muon": ("momentum_buffer",)}
+
+# Settings of a group that a rule reads.
+_SETTINGS = {
+    "AdamW": ("lr", "betas", "eps", "weight_decay"),
+    "Lion": ("lr", "betas", "weight_decay"),
+    "Muon": ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+}
 
 # Names that a Trainer's argument `optim` may have, with the rule of their update: they differ in where moments lie and in how it is computed.
 NAMED = {
@@ -67,7 +75,10 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
     name, rule = name_of(type(optimizer)), rule_of(optimizer)
     if getattr(optimizer, "decoupled_wd", False):
         raise NotSupported(f"{name} with decoupled_weight_decay=True: leave it out, and divide weight_decay by the learning rate")
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
+        of_group = _muon.rule_of(group) if rule == "Muon" else rule
+        if missing := [key for key in _SETTINGS[of_group] if key not in group]:
+            raise NotSupported(f"group {number} of {name} has no {', '.join(missing)}, which the update of {of_group} needs: load a state whose groups have it")
         for key in _OPTIONS:
             if group.get(key):
                 raise NotSupported(f"{name} with {key}=True: leave it out")
