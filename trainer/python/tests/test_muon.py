@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -269,6 +270,23 @@ def _raise_at(calls, at):
     calls.append(at)
     if len(calls) == at:
         raise KeyboardInterrupt
+
+
+def test_a_direction_is_made_where_the_momentum_is():
+    """As with parameters on the processor and a compute_device: here the device without values stands for a GPU."""
+    model = model_of()
+    optimizer = made(model)
+    train(model, [optimizer], batches(1))
+    model(batches(1)[0]).backward()
+    beside, made_there = optimizer._run.beside, []
+    unit = next(unit for unit in beside.units if unit.muon)
+    there = lambda *_: torch.empty(unit.room_elems, device="meta")
+    other = SimpleNamespace(params=unit.params, views=unit.views, momentum=SimpleNamespace(flat=there(), views=unit.momentum.views))
+    to = SimpleNamespace(_flat_grad=beside._flat_grad, memory=SimpleNamespace(gradient_buffer=there, hand_over=made_there.append))
+    grads = {id(piece.param): piece.param.grad for piece in unit.params}
+    type(beside)._give_direction(to, other, grads, {}, optimizer._run._group_of())
+    assert made_there == [other]
+    optimizer.close()
 
 
 def test_what_is_no_matrix_is_refused_by_name():

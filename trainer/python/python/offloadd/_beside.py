@@ -260,11 +260,12 @@ class Beside:
                 continue
             local, group = local_of(param), group_of[id(param)]
             in_rows = lambda flat: flat.as_strided(local.size(), local.stride())
-            grad = in_rows(self._flat_grad(piece, grads[id(param)])).float() * scales.get(id(param), 1.0)
+            # Of parameters on the processor too, a GPU that is set as compute_device has the momentum, and makes the direction.
+            grad = in_rows(self._flat_grad(piece, grads[id(param)]).to(momentum.device)).float() * scales.get(id(param), 1.0)
             matrix = _muon.mixed(grad, in_rows(momentum), group)
             if is_divided(param):
                 matrix = self.ranks.transfers.together(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
-            direction = _muon.orthogonal(matrix, group)
+            direction = _muon.orthogonal(matrix.to(momentum.device), group)
             view.copy_(flat_like(part_of(direction, param), local))
         self.memory.hand_over(unit)
 
