@@ -17,3 +17,12 @@ def state_home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def groups_end():
+    """A process group that a test begins, as `deepspeed.zero.Init` does, ends with it: in one, other tests are other tests."""
+    had = torch.distributed.is_available() and torch.distributed.is_initialized()
+    yield
+    if not had and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
