@@ -104,9 +104,7 @@ fn link(what: &str, device: &Path, compares_speed: bool) -> Option<Finding> {
 /// Checks that requests to NVMe drives are not sorted or delayed.
 fn schedulers(roots: &Roots) -> Vec<Finding> {
     let blocks = entries(&roots.sys.join("block"));
-    let drives = blocks
-        .into_iter()
-        .filter(|name| name.starts_with("nvme") && name.contains('n'));
+    let drives = blocks.into_iter().filter(|name| name.starts_with("nvme"));
     let found = drives.filter_map(|drive| {
         let words = roots.sys(&format!("block/{drive}/queue/scheduler"))?;
         let scheduler = chosen(&words).unwrap_or(&words).to_owned();
