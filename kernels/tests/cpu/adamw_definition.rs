@@ -3,7 +3,7 @@
 //! Likely faults are a wrong formula (coupled decay, a missing correction, eps inside the root), scalars rounded too early, a parameter that is not
 //! the rounded master, or a NaN that becomes a number. The steps are compared with the formula in fp64, implemented here a second time.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step_tile};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{Hyper, Master, Rounding, init_tile, read_masters};
 use kernels::number;
 
@@ -62,18 +62,6 @@ fn new_tile(master: Master, masters: &[f32]) -> OwnedTile {
     let mut tile = OwnedTile::zeroed(master, masters.len());
     init_tile(tile.format, masters, &mut tile.param, &mut tile.state);
     tile
-}
-
-fn step(tile: &mut OwnedTile, hyper: &Hyper) {
-    let (format, elems) = (tile.format, tile.elems);
-    step_tile(
-        format,
-        hyper,
-        &mut tile.param,
-        &mut tile.state,
-        &tile.grad,
-        elems,
-    );
 }
 
 fn masters_of(tile: &OwnedTile) -> Vec<f32> {

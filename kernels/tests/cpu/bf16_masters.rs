@@ -5,7 +5,7 @@
 //! elements from the tile's start instead of the unit's, and a weight that is rounded although it is a bf16 already.
 
 use crate::bf16_moments::losses;
-use crate::common::{AlignedBytes, OwnedTile, Random, step_tile};
+use crate::common::{AlignedBytes, OwnedTile, Random, step};
 use kernels::adamw::{
     Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters,
 };
@@ -40,14 +40,6 @@ fn tile_of(format: TileFormat, masters: &[f32], grads: &[f32]) -> OwnedTile {
     init_tile(format, masters, &mut tile.param, &mut tile.state);
     kernels::reduce::store_grad(format.master.grad_type(), grads, &mut tile.grad);
     tile
-}
-
-fn step(tile: &mut OwnedTile, hyper: &Hyper) {
-    let (format, elems) = (tile.format, tile.elems);
-    let OwnedTile {
-        param, state, grad, ..
-    } = tile;
-    step_tile(format, hyper, param, state, grad, elems);
 }
 
 fn weights(tile: &OwnedTile) -> Vec<f32> {

@@ -3,7 +3,7 @@
 //! Likely faults are a rounding to the nearest (the variance then stops far from its limit), random bits that favour a direction or are the same for both
 //! moments, a hash that counts elements from the tile's start instead of the unit's, and moments that are rounded before the parameter uses them.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step_tile};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
     Hyper, Master, Moments, Rounding, TileFormat, init_tile, read_masters, state_planes,
 };
@@ -25,14 +25,6 @@ fn bf16(master: Master) -> TileFormat {
         moments: Moments::Bf16,
         ..master.into()
     }
-}
-
-fn step(tile: &mut OwnedTile, hyper: &Hyper) {
-    let (format, elems) = (tile.format, tile.elems);
-    let OwnedTile {
-        param, state, grad, ..
-    } = tile;
-    step_tile(format, hyper, param, state, grad, elems);
 }
 
 /// Returns momentum and variance of each element.

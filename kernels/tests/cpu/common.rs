@@ -46,3 +46,12 @@ pub(crate) fn step_tile(
     };
     step_range(hyper, tile, format.master.grad_type(), 0..elems);
 }
+
+/// Steps all of a tile.
+pub(crate) fn step(tile: &mut OwnedTile, hyper: &Hyper) {
+    let (format, elems) = (tile.format, tile.elems);
+    let OwnedTile {
+        param, state, grad, ..
+    } = tile;
+    step_tile(format, hyper, param, state, grad, elems);
+}

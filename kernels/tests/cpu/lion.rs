@@ -3,7 +3,7 @@
 //! Likely faults are a step along the new momentum instead of the interpolated one, exchanged betas, a bias correction as in Adam, decay inside the
 //! gradient, and a step where the direction is zero. The recurrence is implemented here a second time, in fp64.
 
-use crate::common::{MASTERS, OwnedTile, Random, step_tile};
+use crate::common::{MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
     Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters, state_planes,
 };
@@ -34,13 +34,9 @@ fn tile_of(format: TileFormat, masters: &[f32]) -> OwnedTile {
     tile
 }
 
-fn step(tile: &mut OwnedTile, hyper: &Hyper, grads: &[f32]) {
-    let (format, elems) = (tile.format, tile.elems);
-    kernels::reduce::store_grad(format.master.grad_type(), grads, &mut tile.grad);
-    let OwnedTile {
-        param, state, grad, ..
-    } = tile;
-    step_tile(format, hyper, param, state, grad, elems);
+fn step_with(tile: &mut OwnedTile, hyper: &Hyper, grads: &[f32]) {
+    kernels::reduce::store_grad(tile.format.master.grad_type(), grads, &mut tile.grad);
+    step(tile, hyper);
 }
 
 fn masters_of(tile: &OwnedTile) -> Vec<f32> {
@@ -81,7 +77,7 @@ fn a_hundred_steps_follow_the_published_recurrence() {
                 ..HYPER
             };
             let grads: Vec<f32> = (0..ELEMS).map(|_| random.normal()).collect();
-            step(&mut tile, &hyper, &grads);
+            step_with(&mut tile, &hyper, &grads);
             let [lr, b1, b2, decay, scale] = [
                 hyper.lr,
                 hyper.beta1,
@@ -118,7 +114,7 @@ fn a_weight_stays_where_gradient_and_momentum_are_zero_and_becomes_nan_where_one
         lr: 0.5,
         ..HYPER
     };
-    step(
+    step_with(
         &mut tile,
         &hyper,
         &[0.0, f32::MIN_POSITIVE, -1e30, f32::NAN],
@@ -132,7 +128,7 @@ fn a_weight_stays_where_gradient_and_momentum_are_zero_and_becomes_nan_where_one
         weight_decay: 0.5,
         ..hyper
     };
-    step(&mut tile, &hyper, &[0.0]);
+    step_with(&mut tile, &hyper, &[0.0]);
     assert_eq!(masters_of(&tile), [0.75]);
 }
 
@@ -150,7 +146,7 @@ fn a_momentum_in_bf16_reaches_the_gradient_in_steps_below_its_last_bit() {
             grad_scale: 1.0,
             ..HYPER
         };
-        step(&mut tile, &hyper, &[1.0; 256]);
+        step_with(&mut tile, &hyper, &[1.0; 256]);
     }
     let mean = (0..256)
         .map(|elem| f64::from(momentum_of(&tile, elem)))

@@ -2,7 +2,7 @@
 //!
 //! Likely faults are a decay outside the gradient's factor, or scaled by the gradient's scale, and moments that tiles keep for nothing.
 
-use crate::common::{MASTERS, OwnedTile, Random, step_tile};
+use crate::common::{MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
     Hyper, Master, Rounding, TileFormat, UpdateRule, init_tile, read_masters, state_tile_bytes,
 };
@@ -30,12 +30,9 @@ fn stepped(format: TileFormat, hyper: &Hyper, masters: &[f32], grads: &[f32]) ->
     let mut tile = OwnedTile::zeroed(format, masters.len());
     init_tile(format, masters, &mut tile.param, &mut tile.state);
     kernels::reduce::store_grad(format.master.grad_type(), grads, &mut tile.grad);
-    let OwnedTile {
-        param, state, grad, ..
-    } = &mut tile;
-    step_tile(format, hyper, param, state, grad, masters.len());
+    step(&mut tile, hyper);
     let mut out = vec![0.0; masters.len()];
-    read_masters(format, param, state, &mut out);
+    read_masters(format, &tile.param, &tile.state, &mut out);
     out
 }
 
