@@ -19,6 +19,9 @@ pub use crate::grad_type::GradType;
 /// bits.
 pub(crate) const CHUNK_ELEMS: usize = 4096;
 
+/// Chunks whose sums are added before the others: one thread of a GPU for all of them takes 0.1 ms for 50 million gradients.
+const GROUP_CHUNKS: usize = 64;
+
 /// Elements that one thread takes at a time in the elementwise functions: 128 KB of fp32.
 const PIECE_ELEMS: usize = 16 * 1024;
 
@@ -50,7 +53,7 @@ impl<'a> Grads<'a> {
 /// Sums the squares of all elements in f64.
 ///
 /// The order is fixed: chunks of 4096 elements, within a chunk 32 lanes (element i adds to lane i mod 32), the lanes
-/// folded in halves, the chunks' sums added from first to last. NaN elements give NaN, infinities infinity.
+/// folded in halves, the sums of 64 chunks added from first to last, and then these sums. NaN elements give NaN, infinities infinity.
 ///
 /// Panics if `grad` is not a whole number of elements or not aligned to them.
 pub fn sum_squares(grad_type: GradType, grad: &[u8]) -> f64 {
@@ -75,7 +78,9 @@ pub fn sum_squares_with(set: InstructionSet, grad_type: GradType, grad: &[u8]) -
         })
         .collect();
     // Not `iter().sum()`, which returns -0 for no gradients.
-    let sum = chunk_sums.iter().fold(0.0, |sum, chunk| sum + chunk);
+    let added = |sums: &[f64]| sums.iter().fold(0.0, |sum, one| sum + one);
+    let group_sums: Vec<f64> = chunk_sums.chunks(GROUP_CHUNKS).map(added).collect();
+    let sum = added(&group_sums);
     // Which NaN an addition returns depends on the processor; callers get one.
     if sum.is_nan() { f64::NAN } else { sum }
 }

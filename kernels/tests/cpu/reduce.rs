@@ -15,7 +15,7 @@ use kernels::reduce::{
 const GRAD_TYPES: [GradType; 3] = [GradType::Bf16, GradType::Fp16, GradType::Fp32];
 
 fn lengths() -> impl Iterator<Item = usize> {
-    (0..=70).chain([4095, 4096, 4097, 8192 + 33, 100_003])
+    (0..=70).chain([4095, 4096, 4097, 8192 + 33, 100_003, 600_011])
 }
 
 fn hard(grad_type: GradType, elems: usize, random: &mut Random) -> AlignedBytes {
@@ -43,16 +43,20 @@ fn stored(grad_type: GradType, values: &[f32]) -> AlignedBytes {
 /// Sums in the order that `sum_squares` promises.
 fn sum_in_the_promised_order(values: &[f32]) -> f64 {
     let mut sum = 0.0;
-    for chunk in values.chunks(4096) {
-        let mut lanes = vec![0.0f64; 32];
-        for (i, x) in chunk.iter().enumerate() {
-            lanes[i % 32] += f64::from(*x) * f64::from(*x);
+    for group in values.chunks(64 * 4096) {
+        let mut group_sum = 0.0;
+        for chunk in group.chunks(4096) {
+            let mut lanes = vec![0.0f64; 32];
+            for (i, x) in chunk.iter().enumerate() {
+                lanes[i % 32] += f64::from(*x) * f64::from(*x);
+            }
+            while lanes.len() > 1 {
+                let high = lanes.split_off(lanes.len() / 2);
+                lanes = lanes.iter().zip(&high).map(|(a, b)| a + b).collect();
+            }
+            group_sum += lanes[0];
         }
-        while lanes.len() > 1 {
-            let high = lanes.split_off(lanes.len() / 2);
-            lanes = lanes.iter().zip(&high).map(|(a, b)| a + b).collect();
-        }
-        sum += lanes[0];
+        sum += group_sum;
     }
     sum
 }

@@ -77,6 +77,39 @@ fn the_norm_has_the_cpus_bits_at_every_length() {
 }
 
 #[test]
+fn norms_of_more_chunks_than_a_block_has_groups_have_the_cpus_bits() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let kernels = gpu.kernels().unwrap();
+    let elems: usize = 256 * 64 * 4096 + 65 * 4096 + 1;
+    let mut random = Random(5);
+    let mut bytes = finite(GradType::Bf16, 99_991, &mut random).to_vec();
+    bytes = bytes.repeat(elems.div_ceil(99_991));
+    bytes.truncate(2 * elems);
+    let grad = uploaded(&gpu, &stream, 0, &bytes);
+    let scratch = gpu.alloc(sum_squares_scratch_bytes(elems)).unwrap();
+    let out = gpu.alloc(8).unwrap();
+    kernels
+        .sum_squares(
+            &stream,
+            GradType::Bf16,
+            grad.at(0),
+            elems,
+            scratch.at(0),
+            out.at(0),
+        )
+        .unwrap();
+    let found = downloaded(&gpu, &stream, &out, 0, 8);
+    let found = f64::from_le_bytes(found.try_into().unwrap());
+    let expected = sum_squares(GradType::Bf16, &AlignedBytes::of(&bytes));
+    assert_eq!(
+        found.to_bits(),
+        expected.to_bits(),
+        "{found} and {expected}"
+    );
+}
+
+#[test]
 fn sums_have_the_cpus_bits_wherever_they_start() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();

@@ -1,6 +1,7 @@
 // Gradients: norm, sum and cast, with the bits of reduce/scalar.rs.
 
 #define CHUNK_ELEMS 4096
+#define GROUP_CHUNKS 64
 
 struct Bf16 {
     typedef u16 Stored;
@@ -60,26 +61,23 @@ KERNEL LAUNCH_BOUNDS(256) chunk_squares_fp32(const float *grad, u64 elems, doubl
     chunk_squares<Fp32>(grad, elems, chunk_sums);
 }
 
-// One thread adds the chunks' sums from first to last; the others only load them. Every NaN becomes f64::NAN.
+// Each thread adds a group of chunks' sums from first to last, and one thread the groups' sums. Every NaN becomes f64::NAN.
 KERNEL LAUNCH_BOUNDS(256) add_chunks(const double *chunk_sums, u64 count, double *out) {
-    __shared__ double fetched[2][256];
+    __shared__ double group_sums[256];
     double sum = 0.0;
-    u32 turn = 0;
-    for (u64 start = 0; start < count; start += 256) {
-        u64 at = start + thread_x();
-        if (at < count) fetched[turn][thread_x()] = chunk_sums[at];
+    for (u64 start = 0; start < count; start += 256 * GROUP_CHUNKS) {
+        u64 first = start + thread_x() * GROUP_CHUNKS;
+        u64 end = first + GROUP_CHUNKS < count ? first + GROUP_CHUNKS : count;
+        double group_sum = 0.0;
+#pragma unroll 8
+        for (u64 i = first; i < end; i++) group_sum += chunk_sums[i];
+        group_sums[thread_x()] = group_sum;
         block_barrier();
         if (thread_x() == 0) {
-            u64 left = count - start;
-            if (left >= 256) {
-#pragma unroll 16
-                for (u32 i = 0; i < 256; i++) sum += fetched[turn][i];
-            } else {
-                for (u32 i = 0; i < (u32)left; i++) sum += fetched[turn][i];
-            }
+            u64 groups = (count - start + GROUP_CHUNKS - 1) / GROUP_CHUNKS;
+            for (u32 i = 0; i < groups && i < 256; i++) sum += group_sums[i];
         }
-        // The others fill the other half meanwhile; they return to this one only after the next barrier.
-        turn ^= 1;
+        block_barrier();
     }
     if (thread_x() == 0) {
         bool is_nan = (bits_of_f64(sum) & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull;
