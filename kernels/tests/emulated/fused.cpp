@@ -65,15 +65,15 @@ static void expect(const char *what, Buffer<Type> &found, size_t i, double expec
     if (!(fabs(found[i] - expected) <= tolerance)) fail(what, i, found[i], expected);
 }
 
-static u32 threads_for(u32 columns, u32 lanes) {
-    u32 threads = (columns / lanes + 31) / 32 * 32;
-    return threads < 32 ? 32 : threads > 1024 ? 1024 : threads;
+static u32 threads_for(u32 columns, u32 lanes, u32 chunks) {
+    u32 threads = (columns / lanes + 32 * chunks - 1) / (32 * chunks) * 32;
+    return threads < 32 ? 32 : threads > 512 ? 512 : threads;
 }
 
 template <class Type, int N>
 static void check_norm(u32 rows, u32 columns, bool with_other, size_t shift) {
     const char *name = N == 1 ? "norm, each" : "norm, wide";
-    u32 threads = threads_for(columns, N);
+    u32 threads = threads_for(columns, N, KEPT), threads_backward = threads_for(columns, N, KEPT_BACKWARD);
     size_t elems = (size_t)rows * columns;
     Buffer<Type> x(elems, 2.0, shift), added(elems, 1.0, shift), weight(columns, 1.5, shift), sum(elems, 0, shift),
         out(elems, 0, shift);
@@ -103,7 +103,7 @@ static void check_norm(u32 rows, u32 columns, bool with_other, size_t shift) {
     Buffer<Type> grad(elems, 1.0, shift), beside(elems, 3.0, shift), grad_x(elems, 0, shift), grad_weight(columns);
     u32 rows_each = rows > 4 ? 3 : 1, part_count = (rows + rows_each - 1) / rows_each;
     Buffer<Fp32> parts((size_t)part_count * columns);
-    launch(part_count, threads, [&] {
+    launch(part_count, threads_backward, [&] {
         rms_norm_backward<Type, N>(grad.data(), normed.data(), weight.data(), scale.data(),
                                    with_other ? beside.data() : nullptr, grad_x.data(), parts.data(), rows, rows_each,
                                    columns);
@@ -300,9 +300,9 @@ int main() {
     check_functions();
     printf("exp and log checked\n");
     for (bool with_other : {false, true}) {
-        for (u32 columns : {8u, 264u, 8264u}) check_norm<Bf16, 8>(7, columns, with_other, 0);
-        for (u32 columns : {4u, 260u, 4100u}) check_norm<Fp32, 4>(7, columns, with_other, 0);
-        for (u32 columns : {1u, 37u, 1100u}) {
+        for (u32 columns : {8u, 264u, 8264u, 16648u}) check_norm<Bf16, 8>(7, columns, with_other, 0);
+        for (u32 columns : {4u, 260u, 4100u, 8452u}) check_norm<Fp32, 4>(7, columns, with_other, 0);
+        for (u32 columns : {1u, 37u, 1100u, 2300u}) {
             check_norm<Bf16, 1>(4, columns, with_other, 1);
             check_norm<Fp32, 1>(8, columns, with_other, 1);
         }

@@ -16,11 +16,15 @@ use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, Module, SOURCES
 const WARP_LANES: usize = 32;
 /// Threads of a block in which each thread has its own elements.
 const BLOCK_THREADS: usize = 256;
-/// Most threads of a block.
-const BLOCK_THREADS_MAX: usize = 1024;
+/// Threads of a block of `sum_parts`.
+const SUM_THREADS: usize = 1024;
+/// Most threads of a norm's block: each may have 128 registers, which its chunks take.
+const NORM_THREADS_MAX: usize = 512;
+/// Accesses of a thread of a norm's block to a row of each operand, as in the source: forward and backward.
+const NORM_CHUNKS: [usize; 2] = [4, 2];
 /// Most parts into which rows are cut when a weight's gradient is summed over them: enough blocks for any GPU, while
 /// the parts (fp32) stay small beside the rows.
-const NORM_PARTS_MAX: usize = 1024;
+const NORM_PARTS_MAX: usize = 640;
 /// Threads for a row of logits: 8 passes over a vocabulary of 32,000.
 const LOSS_THREADS: usize = 512;
 /// Bytes of the widest access.
@@ -122,6 +126,7 @@ impl Fused {
             matrix(&output),
         ];
         let (function, lanes) = self.rms_norm.pick(kind, columns, &addresses);
+        let threads = row_threads(columns, lanes, NORM_CHUNKS[0]);
         let mut args: Vec<Arg> = addresses.map(Arg::Ptr).into();
         args.extend([
             Arg::Ptr(self.operand(&scale, Kind::Float, rows)),
@@ -130,7 +135,7 @@ impl Fused {
         ]);
         // SAFETY: the arguments match the kernel, which touches `rows` rows of `columns` elements; `operand` verified
         // the tensors' sizes (without `added` and `sum` they are null, which the kernel handles).
-        unsafe { self.launch(function, rows, row_threads(columns, lanes), &args)? };
+        unsafe { self.launch(function, rows, threads, &args)? };
         Ok(Normed { sum, output, scale })
     }
 
@@ -167,6 +172,7 @@ impl Fused {
             columns,
             &[wide[0], wide[1], wide[2], wide[3], beside],
         );
+        let threads = row_threads(columns, lanes, NORM_CHUNKS[1]);
         let args = [
             Arg::Ptr(wide[0]),
             Arg::Ptr(wide[1]),
@@ -181,7 +187,7 @@ impl Fused {
         ];
         // SAFETY: the arguments match the kernel; block b works on rows from b * rows_each, at most to `rows`, and on
         // part b, with as many parts as blocks. `operand` verified the tensors' sizes.
-        unsafe { self.launch(function, parts_count, row_threads(columns, lanes), &args)? };
+        unsafe { self.launch(function, parts_count, threads, &args)? };
         let function = &self.sum_parts[usize::from(kind == Kind::Float)];
         let args = [
             Arg::Ptr(parts_address),
@@ -191,14 +197,7 @@ impl Fused {
         ];
         // SAFETY: the arguments match the kernel, which reads the parts and writes `columns` elements; `operand`
         // verified the sizes.
-        unsafe {
-            self.launch(
-                function,
-                columns.div_ceil(WARP_LANES),
-                BLOCK_THREADS_MAX,
-                &args,
-            )?
-        };
+        unsafe { self.launch(function, columns.div_ceil(WARP_LANES), SUM_THREADS, &args)? };
         Ok((grad_x, grad_weight))
     }
 
@@ -252,7 +251,7 @@ impl Fused {
             Arg::U32(tokens as u32),
             Arg::U32(heads as u32),
             Arg::U32(half as u32),
-            Arg::U32(u32::try_from(count).expect("fewer than 2^32 pieces of a micro-batch")),
+            Arg::U32(u32::try_from(count).expect("fewer than 2^32 accesses of a micro-batch")),
             Arg::F32(match turn {
                 Turn::Forward => 1.0,
                 Turn::Backward => -1.0,
@@ -377,7 +376,7 @@ impl Fused {
             Arg::Ptr(addresses[0]),
             Arg::Ptr(addresses[1]),
             Arg::U32(columns as u32),
-            Arg::U64(count as u64),
+            Arg::U32(u32::try_from(count).expect("fewer than 2^32 accesses of a micro-batch")),
         ];
         // SAFETY: the caller's promise.
         unsafe {
@@ -444,11 +443,12 @@ impl Variants {
     }
 }
 
-/// Threads for a row of `columns` elements, `lanes` each: all columns at once if a block has so many threads.
-fn row_threads(columns: usize, lanes: usize) -> usize {
+/// Threads for a norm's row of `columns` elements, of which each has `chunks` with `lanes` elements.
+fn row_threads(columns: usize, lanes: usize, chunks: usize) -> usize {
     (columns / lanes)
+        .div_ceil(chunks)
         .next_multiple_of(WARP_LANES)
-        .clamp(WARP_LANES, BLOCK_THREADS_MAX)
+        .clamp(WARP_LANES, NORM_THREADS_MAX)
 }
 
 fn size(tensor: &Tensor, dimension: usize) -> usize {

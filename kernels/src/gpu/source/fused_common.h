@@ -3,20 +3,25 @@
 // exp and log are written here because clang for AMD has them only in a library of ROCm, and so that both vendors get
 // the same bits.
 
+DEVICE float exp_f32(float x);
+
+// `exp` and `sigmoid` are for results that are rounded to the kind: in bf16, the GPU's own instructions are exact enough and much shorter.
 struct Bf16 {
     typedef u16 Stored;
-    typedef Eight16 Pack;
-    enum { LANES = 8 };
     static DEVICE float value(u16 bits) { return from_bf16(bits); }
-    static DEVICE u16 stored(float x) { return to_bf16(x); }
+    static DEVICE u16 stored(float x) { return nearest_bf16(x); }
+    static DEVICE float exp(float x) { return exp2_near(x * 1.44269504f); }
+    static DEVICE float sigmoid(float x) { return inverse_near(1.0f + exp(-x)); }
+    static DEVICE float silu(float x) { return x * sigmoid(x); }
 };
 
 struct Fp32 {
     typedef float Stored;
-    typedef FourF32 Pack;
-    enum { LANES = 4 };
     static DEVICE float value(float x) { return x; }
     static DEVICE float stored(float x) { return x; }
+    static DEVICE float exp(float x) { return exp_f32(x); }
+    static DEVICE float sigmoid(float x) { return div_f32(1.0f, 1.0f + exp_f32(-x)); }
+    static DEVICE float silu(float x) { return div_f32(x, 1.0f + exp_f32(-x)); }
 };
 
 // Each kernel exists for both kinds, with 16-byte accesses, and with single elements for sizes and addresses that do
@@ -32,34 +37,36 @@ DEVICE float rounded(float x) {
     return Type::value(Type::stored(x));
 }
 
+// N neighbours as they are stored, which are loaded and stored in one access.
+template <class Type, int N>
+struct alignas(N * sizeof(typename Type::Stored)) Chunk {
+    typename Type::Stored at[N];
+    DEVICE float operator[](int i) const { return Type::value(at[i]); }
+};
+
+template <class Type, int N>
+DEVICE Chunk<Type, N> chunk_at(const typename Type::Stored *from) {
+    return *(const Chunk<Type, N> *)from;
+}
+
 template <class Type, int N>
 DEVICE void load(const typename Type::Stored *from, float (&to)[N]) {
-    if constexpr (N == Type::LANES) {
-        typename Type::Pack pack = *(const typename Type::Pack *)from;
+    Chunk<Type, N> chunk = chunk_at<Type, N>(from);
 #pragma unroll
-        for (int i = 0; i < N; i++) to[i] = Type::value(pack.at[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) to[i] = Type::value(from[i]);
-    }
+    for (int i = 0; i < N; i++) to[i] = chunk[i];
 }
 
 template <class Type, int N>
 DEVICE void store(typename Type::Stored *to, const float (&from)[N]) {
-    if constexpr (N == Type::LANES) {
-        typename Type::Pack pack;
+    Chunk<Type, N> chunk;
 #pragma unroll
-        for (int i = 0; i < N; i++) pack.at[i] = Type::stored(from[i]);
-        *(typename Type::Pack *)to = pack;
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) to[i] = Type::stored(from[i]);
-    }
+    for (int i = 0; i < N; i++) chunk.at[i] = Type::stored(from[i]);
+    *(Chunk<Type, N> *)to = chunk;
 }
 
 // The sum over the block, for every thread, in a fixed order. The block has whole warps, at most 32; `scratch` has an
-// element for each warp and may be reused at once.
-DEVICE float block_sum(float x, float *scratch) {
+// element for each warp and may be reused after the next barrier.
+DEVICE float block_sum_once(float x, float *scratch) {
     for (u32 mask = WARP_LANES / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     u32 warps = block_threads_x() / WARP_LANES;
     if (warps == 1) return x;
@@ -67,7 +74,13 @@ DEVICE float block_sum(float x, float *scratch) {
     block_barrier();
     float sum = 0.0f;
     for (u32 warp = 0; warp < warps; warp++) sum += scratch[warp];
-    block_barrier();
+    return sum;
+}
+
+// Likewise; `scratch` may be reused at once.
+DEVICE float block_sum(float x, float *scratch) {
+    float sum = block_sum_once(x, scratch);
+    if (block_threads_x() > WARP_LANES) block_barrier();
     return sum;
 }
 
@@ -108,7 +121,8 @@ DEVICE float exp_f32(float x) {
     p = fma_f32(p, r, 1.0f);
     p = fma_f32(p, r, 1.0f);
     // In two steps: n goes from -150 to 128, a float's exponent does not.
-    int n = (int)whole, half = n / 2;
+    // The bits of `shifted` count up from those of 1.5 * 2^23; a conversion to an integer takes a GPU eight times as long.
+    int n = (int)(bits_of(shifted) - 0x4B400000u), half = n / 2;
     return p * power_of_two(half) * power_of_two(n - half);
 }
 

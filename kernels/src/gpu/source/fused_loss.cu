@@ -24,6 +24,7 @@ DEVICE void cross_entropy(typename Type::Stored *logits, const long long *target
     float at_target = Type::value(row[target]);
     const float below_all = float_of(0xFF800000u);
     float largest = below_all, sum = 0.0f;
+#pragma unroll 4
     for (u32 c = first; c < columns; c += stride) {
         float x[N];
         load<Type>(row + c, x);
@@ -50,7 +51,7 @@ DEVICE void cross_entropy(typename Type::Stored *logits, const long long *target
         load<Type>(row + c, x);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float share = exp_f32(x[i] - most) * inverse;
+            float share = Type::exp(x[i] - most) * inverse;
             if ((long long)(c + i) == target) share -= 1.0f;
             x[i] = share * weight;
         }

@@ -1,6 +1,9 @@
-// RMSNorm, forward and backward. One block works on a row. A thread keeps its first N columns in registers between the
-// two passes over a row and reads the others again, which is rare: the block is wide enough for all columns up to 1,024
-// N.
+// RMSNorm, forward and backward. One block works on a row. A thread loads its first KEPT chunks of N columns at once, so that many accesses
+// are under way, and keeps them between the two passes over a row. It reads the others again, which is rare: the block is wide enough for all
+// columns up to 2,048 N forward and 1,024 N backward, which has twice as many operands.
+
+#define KEPT 4
+#define KEPT_BACKWARD 2
 
 // sum = x + added (where there is one), out = weight * round(sum / rms(sum)), scale = 1 / rms.
 // Bytes an element (bf16): 4, with `added` 8.
@@ -11,9 +14,27 @@ DEVICE void rms_norm(const typename Type::Stored *x, const typename Type::Stored
     __shared__ float scratch[32];
     u64 row = (u64)block_x() * columns;
     u32 first = thread_x() * N, stride = block_threads_x() * N;
-    float kept[N];
+    Chunk<Type, N> kept[KEPT], more[KEPT];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        u32 c = first + k * stride;
+        if (c < columns) kept[k] = chunk_at<Type, N>(x + row + c);
+        if (c < columns && added) more[k] = chunk_at<Type, N>(added + row + c);
+    }
     float squares = 0.0f;
-    for (u32 c = first; c < columns; c += stride) {
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        u32 c = first + k * stride;
+        if (c >= columns) continue;
+        if (added) {
+#pragma unroll
+            for (int i = 0; i < N; i++) kept[k].at[i] = Type::stored(kept[k][i] + more[k][i]);
+            *(Chunk<Type, N> *)(sum + row + c) = kept[k];
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) squares = fma_f32(kept[k][i], kept[k][i], squares);
+    }
+    for (u32 c = first + KEPT * stride; c < columns; c += stride) {
         float v[N];
         load<Type>(x + row + c, v);
         if (added) {
@@ -25,23 +46,24 @@ DEVICE void rms_norm(const typename Type::Stored *x, const typename Type::Stored
         }
 #pragma unroll
         for (int i = 0; i < N; i++) squares = fma_f32(v[i], v[i], squares);
-        if (c == first) {
-#pragma unroll
-            for (int i = 0; i < N; i++) kept[i] = v[i];
-        }
     }
     squares = block_sum(squares, scratch);
     float s = div_f32(1.0f, sqrt_f32(div_f32(squares, (float)columns) + eps));
     if (thread_x() == 0) scale[block_x()] = s;
     const typename Type::Stored *normed = added ? sum : x;
-    for (u32 c = first; c < columns; c += stride) {
-        float v[N], w[N];
-        if (c == first) {
 #pragma unroll
-            for (int i = 0; i < N; i++) v[i] = kept[i];
-        } else {
-            load<Type>(normed + row + c, v);
-        }
+    for (int k = 0; k < KEPT; k++) {
+        u32 c = first + k * stride;
+        if (c >= columns) continue;
+        float v[N], w[N];
+        load<Type>(weight + c, w);
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = rounded<Type>(kept[k][i] * s) * w[i];
+        store<Type>(out + row + c, v);
+    }
+    for (u32 c = first + KEPT * stride; c < columns; c += stride) {
+        float v[N], w[N];
+        load<Type>(normed + row + c, v);
         load<Type>(weight + c, w);
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] = rounded<Type>(v[i] * s) * w[i];
@@ -56,60 +78,93 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
                               const typename Type::Stored *weight, const float *scale,
                               const typename Type::Stored *beside, typename Type::Stored *grad_x, float *parts,
                               u32 rows, u32 rows_each, u32 columns) {
-    __shared__ float scratch[32];
+    // In turn: a barrier of the next row lies before each is written again.
+    __shared__ float scratch[2][32];
     u32 first = thread_x() * N, stride = block_threads_x() * N;
     float *part = parts + (u64)block_x() * columns;
-    float sums[N];
+    Chunk<Type, N> weights[KEPT_BACKWARD];
+    float sums[KEPT_BACKWARD][N];
 #pragma unroll
-    for (int i = 0; i < N; i++) sums[i] = 0.0f;
-    for (u32 c = first + stride; c < columns; c += stride) {
+    for (int k = 0; k < KEPT_BACKWARD; k++) {
+        u32 c = first + k * stride;
+        if (c < columns) weights[k] = chunk_at<Type, N>(weight + c);
+#pragma unroll
+        for (int i = 0; i < N; i++) sums[k][i] = 0.0f;
+    }
+    for (u32 c = first + KEPT_BACKWARD * stride; c < columns; c += stride) {
         for (int i = 0; i < N; i++) part[c + i] = 0.0f;
     }
     u32 start = block_x() * rows_each;
     u32 end = start + rows_each < rows ? start + rows_each : rows;
+    Chunk<Type, N> next_g[KEPT_BACKWARD], next_v[KEPT_BACKWARD], next_b[KEPT_BACKWARD];
+    float next_scale = 0.0f;
+    auto load_row = [&](u32 r) {
+        u64 row = (u64)r * columns;
+        next_scale = scale[r];
+#pragma unroll
+        for (int k = 0; k < KEPT_BACKWARD; k++) {
+            u32 c = first + k * stride;
+            if (c >= columns) continue;
+            next_g[k] = chunk_at<Type, N>(grad + row + c);
+            next_v[k] = chunk_at<Type, N>(x + row + c);
+            if (beside) next_b[k] = chunk_at<Type, N>(beside + row + c);
+        }
+    };
+    if (start < end) load_row(start);
     for (u32 r = start; r < end; r++) {
         u64 row = (u64)r * columns;
-        float s = scale[r];
-        float kept_q[N], kept_v[N];
+        Chunk<Type, N> g[KEPT_BACKWARD], v[KEPT_BACKWARD], b[KEPT_BACKWARD];
+#pragma unroll
+        for (int k = 0; k < KEPT_BACKWARD; k++) {
+            g[k] = next_g[k];
+            v[k] = next_v[k];
+            b[k] = next_b[k];
+        }
+        float s = next_scale;
+        // Under way while this row's sum is added up.
+        if (r + 1 < end) load_row(r + 1);
         float along = 0.0f;
-        for (u32 c = first; c < columns; c += stride) {
+#pragma unroll
+        for (int k = 0; k < KEPT_BACKWARD; k++) {
+            if (first + k * stride >= columns) continue;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                along = fma_f32(rounded<Type>(g[k][i] * weights[k][i]), v[k][i], along);
+                sums[k][i] += g[k][i] * rounded<Type>(v[k][i] * s);
+            }
+        }
+        for (u32 c = first + KEPT_BACKWARD * stride; c < columns; c += stride) {
             float g[N], v[N], w[N];
             load<Type>(grad + row + c, g);
             load<Type>(x + row + c, v);
             load<Type>(weight + c, w);
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                float q = rounded<Type>(g[i] * w[i]);
-                float more = g[i] * rounded<Type>(v[i] * s);
-                along = fma_f32(q, v[i], along);
-                if (c == first) {
-                    kept_q[i] = q;
-                    kept_v[i] = v[i];
-                    sums[i] += more;
-                } else {
-                    part[c + i] += more;
-                }
+                along = fma_f32(rounded<Type>(g[i] * w[i]), v[i], along);
+                part[c + i] += g[i] * rounded<Type>(v[i] * s);
             }
         }
-        along = div_f32(block_sum(along, scratch) * s * s * s, (float)columns);
-        for (u32 c = first; c < columns; c += stride) {
-            float q[N], v[N];
-            if (c == first) {
+        along = div_f32(block_sum_once(along, scratch[r % 2]) * s * s * s, (float)columns);
 #pragma unroll
-                for (int i = 0; i < N; i++) {
-                    q[i] = kept_q[i];
-                    v[i] = kept_v[i];
-                }
-            } else {
-                float w[N];
-                load<Type>(grad + row + c, q);
-                load<Type>(x + row + c, v);
-                load<Type>(weight + c, w);
+        for (int k = 0; k < KEPT_BACKWARD; k++) {
+            u32 c = first + k * stride;
+            if (c >= columns) continue;
+            float out[N];
 #pragma unroll
-                for (int i = 0; i < N; i++) q[i] = rounded<Type>(q[i] * w[i]);
+            for (int i = 0; i < N; i++) {
+                float q = rounded<Type>(g[k][i] * weights[k][i]);
+                out[i] = fma_f32(q, s, -(v[k][i] * along));
+                if (beside) out[i] = rounded<Type>(out[i]) + b[k][i];
             }
+            store<Type>(grad_x + row + c, out);
+        }
+        for (u32 c = first + KEPT_BACKWARD * stride; c < columns; c += stride) {
+            float g[N], v[N], w[N];
+            load<Type>(grad + row + c, g);
+            load<Type>(x + row + c, v);
+            load<Type>(weight + c, w);
 #pragma unroll
-            for (int i = 0; i < N; i++) v[i] = fma_f32(q[i], s, -(v[i] * along));
+            for (int i = 0; i < N; i++) v[i] = fma_f32(rounded<Type>(g[i] * w[i]), s, -(v[i] * along));
             if (beside) {
                 float b[N];
                 load<Type>(beside + row + c, b);
@@ -119,8 +174,11 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
             store<Type>(grad_x + row + c, v);
         }
     }
-    if (first < columns) {
-        for (int i = 0; i < N; i++) part[first + i] = sums[i];
+#pragma unroll
+    for (int k = 0; k < KEPT_BACKWARD; k++) {
+        u32 c = first + k * stride;
+        if (c >= columns) continue;
+        for (int i = 0; i < N; i++) part[c + i] = sums[k][i];
     }
 }
 
@@ -146,12 +204,12 @@ DEVICE void sum_parts(const float *parts, typename Type::Stored *out, u32 part_c
 }
 
 #define DEFINE_NORM(Type, N, name)                                                                                     \
-    KERNEL LAUNCH_BOUNDS(1024)                                                                                         \
+    KERNEL LAUNCH_BOUNDS(512)                                                                                          \
     rms_norm_##name(const Type::Stored *x, const Type::Stored *added, const Type::Stored *weight, Type::Stored *sum,   \
                     Type::Stored *out, float *scale, u32 columns, float eps) {                                         \
         rms_norm<Type, N>(x, added, weight, sum, out, scale, columns, eps);                                            \
     }                                                                                                                  \
-    KERNEL LAUNCH_BOUNDS(1024)                                                                                         \
+    KERNEL LAUNCH_BOUNDS(512)                                                                                          \
     rms_norm_backward_##name(const Type::Stored *grad, const Type::Stored *x, const Type::Stored *weight,              \
                              const float *scale, const Type::Stored *beside, Type::Stored *grad_x, float *parts,       \
                              u32 rows, u32 rows_each, u32 columns) {                                                   \

@@ -42,33 +42,31 @@ DEVICE void rotary(const typename Type::Stored *from, typename Type::Stored *to,
     store<Type>(to + half, b);
 }
 
-DEVICE float sigmoid(float x) { return div_f32(1.0f, 1.0f + exp_f32(-x)); }
-
 // out = round(silu(gate)) * up; a row of gate_up is gate, then up. Bytes per element of out (bf16): 6.
 template <class Type, int N>
-DEVICE void gated(const typename Type::Stored *gate_up, typename Type::Stored *out, u32 columns, u64 count) {
-    u64 index = (u64)block_x() * 256 + thread_x();
+DEVICE void gated(const typename Type::Stored *gate_up, typename Type::Stored *out, u32 columns, u32 count) {
+    u32 index = block_x() * 256 + thread_x();
     if (index >= count) return;
     u32 chunks = columns / N;
     u64 row = index / chunks;
-    u32 c = (u32)(index - row * chunks) * N;
+    u32 c = index % chunks * N;
     const typename Type::Stored *place = gate_up + row * 2 * columns + c;
     float gate[N], up[N];
     load<Type>(place, gate);
     load<Type>(place + columns, up);
 #pragma unroll
-    for (int i = 0; i < N; i++) up[i] *= rounded<Type>(div_f32(gate[i], 1.0f + exp_f32(-gate[i])));
+    for (int i = 0; i < N; i++) up[i] *= rounded<Type>(Type::silu(gate[i]));
     store<Type>(out + row * columns + c, up);
 }
 
 // In place: `grad` becomes the result of `gated` again, gate_up its gradient. Bytes per element of grad (bf16): 12.
 template <class Type, int N>
-DEVICE void gated_backward(typename Type::Stored *grad, typename Type::Stored *gate_up, u32 columns, u64 count) {
-    u64 index = (u64)block_x() * 256 + thread_x();
+DEVICE void gated_backward(typename Type::Stored *grad, typename Type::Stored *gate_up, u32 columns, u32 count) {
+    u32 index = block_x() * 256 + thread_x();
     if (index >= count) return;
     u32 chunks = columns / N;
     u64 row = index / chunks;
-    u32 c = (u32)(index - row * chunks) * N;
+    u32 c = index % chunks * N;
     typename Type::Stored *place = gate_up + row * 2 * columns + c;
     grad += row * columns + c;
     float g[N], gate[N], up[N];
@@ -77,8 +75,8 @@ DEVICE void gated_backward(typename Type::Stored *grad, typename Type::Stored *g
     load<Type>(place + columns, up);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float s = sigmoid(gate[i]);
-        float silu = rounded<Type>(div_f32(gate[i], 1.0f + exp_f32(-gate[i])));
+        float s = Type::sigmoid(gate[i]);
+        float silu = rounded<Type>(Type::silu(gate[i]));
         float grad_silu = rounded<Type>(g[i] * up[i]);
         float grad_up = g[i] * silu;
         g[i] = silu * up[i];
@@ -100,11 +98,11 @@ DEVICE void gated_backward(typename Type::Stored *grad, typename Type::Stored *g
         rotary<Type, N>(from, to, cosines, sines, source, target, seq_len, heads, half, count, turn);                  \
     }                                                                                                                  \
     KERNEL LAUNCH_BOUNDS(256)                                                                                          \
-    gated_##name(const Type::Stored *gate_up, Type::Stored *out, u32 columns, u64 count) {                             \
+    gated_##name(const Type::Stored *gate_up, Type::Stored *out, u32 columns, u32 count) {                             \
         gated<Type, N>(gate_up, out, columns, count);                                                                  \
     }                                                                                                                  \
     KERNEL LAUNCH_BOUNDS(256)                                                                                          \
-    gated_backward_##name(Type::Stored *grad, Type::Stored *gate_up, u32 columns, u64 count) {                         \
+    gated_backward_##name(Type::Stored *grad, Type::Stored *gate_up, u32 columns, u32 count) {                         \
         gated_backward<Type, N>(grad, gate_up, columns, count);                                                        \
     }
 FOR_EACH_VARIANT(DEFINE_PAIRS)

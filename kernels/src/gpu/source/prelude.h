@@ -6,9 +6,11 @@
 //   fma_f32 div_f32 sqrt_f32      one rounding each, to nearest even, denormals kept
 //   bits_of float_of canonical    fp32 and its bits; every NaN becomes the one that number.rs stores
 //   from_bf16 to_bf16 from_fp16 to_fp16      stored as u16, to nearest even, as number.rs has them
+//   nearest_bf16                  like to_bf16, with any NaN for a NaN
+//   exp2_near inverse_near        2^x and 1 / x by the GPU's own instructions, within 2^-22 of the result, which may be flushed to 0
 //   shuffle_xor(x, mask)          the value of the lane whose number differs by `mask`, within 32 lanes, all of which take part
 //   block_barrier()
-//   load_four store_four          four neighbours in one access; Eight16 is for sources that want 16 bytes of a 16-bit type
+//   load_four store_four          four neighbours in one access
 //
 // A warp is 32 lanes here: half of a 64-lane wavefront on AMD's data centre GPUs.
 
@@ -57,6 +59,8 @@ DEVICE void block_barrier() {
 DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float div_f32(float a, float b) { return a / b; }
 DEVICE float sqrt_f32(float x) { return __builtin_sqrtf(x); }
+DEVICE float exp2_near(float x) { return __builtin_exp2f(x); }
+DEVICE float inverse_near(float x) { return __builtin_amdgcn_rcpf(x); }
 DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 DEVICE u64 bits_of_f64(double x) { return __builtin_bit_cast(u64, x); }
@@ -86,6 +90,22 @@ DEVICE double f64_of(u64 bits) { return __longlong_as_double((long long)bits); }
 
 DEVICE u32 shuffle_xor(u32 x, u32 mask) { return __shfl_xor_sync(0xFFFFFFFFu, x, (int)mask); }
 
+#endif
+
+#if defined(__CUDACC__)
+DEVICE float exp2_near(float x) {
+    float power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+DEVICE float inverse_near(float x) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}
+#elif !GPU_HIP
+DEVICE float exp2_near(float x) { return __builtin_exp2f(x); }
+DEVICE float inverse_near(float x) { return 1.0f / x; }
 #endif
 
 #if defined(__CUDACC__)
@@ -121,10 +141,20 @@ DEVICE float canonical(float x) {
 
 DEVICE float from_bf16(u16 bits) { return float_of((u32)bits << 16); }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+DEVICE u16 nearest_bf16(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+DEVICE u16 to_bf16(float x) { return is_nan_bits(bits_of(x)) ? (u16)0x7FC0 : nearest_bf16(x); }
+#else
 DEVICE u16 to_bf16(float x) {
     u32 bits = bits_of(canonical(x));
     return (u16)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
+DEVICE u16 nearest_bf16(float x) { return to_bf16(x); }
+#endif
 
 DEVICE float from_fp16(u16 bits) { return fp16_value(bits); }
 
@@ -134,9 +164,6 @@ DEVICE u16 to_fp16(float x) { return is_nan_bits(bits_of(x)) ? (u16)0x7E00 : fp1
 // Contiguous elements that are loaded and stored in one access.
 struct alignas(8) Four16 {
     u16 at[4];
-};
-struct alignas(16) Eight16 {
-    u16 at[8];
 };
 struct alignas(16) FourF32 {
     float at[4];
