@@ -221,7 +221,7 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
             "num_key_value_heads": model["heads"],
             "vocab_size": model["vocab"],
         },
-        "data": {"files": [data]},
+        "data": {"files": [data], "tokenizer": "bytes"},
         "train": train,
         "offload": offload,
     }
