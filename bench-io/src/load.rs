@@ -108,7 +108,7 @@ impl Stream {
                 }
             }
         };
-        let block = self.parts[way as usize].as_mut()?.take()?;
+        let block = self.parts[way as usize].as_mut()?.next_block()?;
         self.started[way as usize] += 1;
         self.inflight_count += 1;
         Some((way, block))
@@ -133,7 +133,7 @@ impl Part {
         }
     }
 
-    fn take(&mut self) -> Option<u64> {
+    fn next_block(&mut self) -> Option<u64> {
         let place = self.next % self.count;
         let block = match self.random {
             true => shuffle::block(place, self.count),

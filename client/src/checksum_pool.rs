@@ -93,7 +93,7 @@ impl ChecksumPool {
     }
 
     /// Returns a finished checksum, if there is one.
-    pub(crate) fn take(&self) -> Option<Summed> {
+    pub(crate) fn next_result(&self) -> Option<Summed> {
         self.results.try_recv().ok()
     }
 }

@@ -43,7 +43,7 @@ impl MemoryArena {
 
     /// Takes a free slot of class `class`; `None` when there is none.
     pub fn take_slot(&mut self, class: usize) -> Option<Slot> {
-        self.pool.take(class)
+        self.pool.claim(class)
     }
 
     /// Returns a slot, like dropping it.

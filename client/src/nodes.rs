@@ -234,15 +234,15 @@ impl Held {
 
     /// Decodes the report of another node; `None` if it is not one.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
-        let node = u32::from_le_bytes(take(&mut bytes)?);
-        let nodes = u32::from_le_bytes(take(&mut bytes)?);
-        let count = u32::from_le_bytes(take(&mut bytes)?);
+        let node = u32::from_le_bytes(split_bytes(&mut bytes)?);
+        let nodes = u32::from_le_bytes(split_bytes(&mut bytes)?);
+        let count = u32::from_le_bytes(split_bytes(&mut bytes)?);
         let mut generations = Vec::new();
         for _ in 0..count {
             generations.push(HeldGeneration {
-                generation: Generation(u64::from_le_bytes(take(&mut bytes)?)),
-                start: u64::from_le_bytes(take(&mut bytes)?),
-                confirmed: match take(&mut bytes)? {
+                generation: Generation(u64::from_le_bytes(split_bytes(&mut bytes)?)),
+                start: u64::from_le_bytes(split_bytes(&mut bytes)?),
+                confirmed: match split_bytes(&mut bytes)? {
                     [0] => false,
                     [1] => true,
                     _ => return None,
@@ -258,7 +258,7 @@ impl Held {
     }
 }
 
-fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+fn split_bytes<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
     Some(*first)

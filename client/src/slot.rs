@@ -91,7 +91,7 @@ impl SlotPool {
     }
 
     /// Takes a free slot of `class`; `None` when all are taken or the class does not exist.
-    pub(crate) fn take(self: &Arc<Self>, class: usize) -> Option<Slot> {
+    pub(crate) fn claim(self: &Arc<Self>, class: usize) -> Option<Slot> {
         if class >= self.free.len() {
             return None;
         }

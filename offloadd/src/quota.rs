@@ -99,7 +99,7 @@ impl Default for Weights {
 
 impl Quotas {
     /// Returns the quota that applies to a user.
-    pub fn of(&self, uid: u32) -> Quota {
+    pub fn for_user(&self, uid: u32) -> Quota {
         let own = self.uids.get(&uid).copied().unwrap_or_default();
         own.or(self.default)
     }
@@ -114,7 +114,7 @@ impl Quotas {
     pub fn weights(&self, uid: u32, name: &JobName) -> Weights {
         let default = Weights::default();
         Weights {
-            user: self.of(uid).weight.unwrap_or(default.user),
+            user: self.for_user(uid).weight.unwrap_or(default.user),
             job: self.of_job(uid, name).weight.unwrap_or(default.job),
         }
     }

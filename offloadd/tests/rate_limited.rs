@@ -105,7 +105,7 @@ fn a_rate_limit_is_two_rates_and_nothing_else() {
         (60_000_000, 30_000_000)
     );
     let limits = RateLimits::parse("slow=30,15;60,30").unwrap();
-    let read = |name| limits.of(name).read_bytes_per_s;
+    let read = |name| limits.for_file(name).read_bytes_per_s;
     assert_eq!((read("slow.tiles"), read("a.slow"), read("")), (30, 60, 60));
     for text in ["", ";", "a=1,1", "1,1;1,1", "=1,1;1,1", "a=1;1,1", "a=1,1;"] {
         assert_eq!(RateLimits::parse(text), None, "{text}");

@@ -170,7 +170,7 @@ impl<H: Clone> Driver<H> {
             loop {
                 match messages.try_recv() {
                     Ok(Message::Close { in_order }) => return Ok(in_order),
-                    Ok(message) => self.take(message)?,
+                    Ok(message) => self.handle(message)?,
                     Err(TryRecvError::Empty) => break,
                     Err(TryRecvError::Disconnected) => return Ok(false),
                 }
@@ -185,7 +185,7 @@ impl<H: Clone> Driver<H> {
                 Arena::Memory(_) => match messages.recv() {
                     Ok(Message::Close { in_order }) => return Ok(in_order),
                     Ok(message) => {
-                        self.take(message)?;
+                        self.handle(message)?;
                         self.lend();
                     }
                     Err(_) => return Ok(false),
@@ -237,7 +237,7 @@ impl<H: Clone> Driver<H> {
         }
     }
 
-    fn take(&mut self, message: Message<H>) -> Result<(), SwapperError> {
+    fn handle(&mut self, message: Message<H>) -> Result<(), SwapperError> {
         match message {
             Message::Plan { ops, keep, blob } => {
                 self.blobs.extend(blob);

@@ -103,7 +103,10 @@ fn measure(job: &Job, mut warnings: Vec<String>, progress: &Progress) -> Result<
     let devices = prepared.devices(&bench);
     warnings.extend(warnings::of_one_drive(&devices));
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
-    let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
+    let devices = devices
+        .iter()
+        .map(|path| DeviceReport::describe(path))
+        .collect();
     Ok(Report {
         about: About::new(SettingsReport::new(job, &prepared), devices, warnings),
         target: prepared.word,

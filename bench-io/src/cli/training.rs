@@ -121,7 +121,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     warnings.extend(warnings::of_drives(dirs));
     let progress = Progress::new();
     let mut rows = Vec::new();
-    let devices = args.dirs.iter().map(|dir| DeviceReport::of(dir));
+    let devices = args.dirs.iter().map(|dir| DeviceReport::describe(dir));
     let mut devices: Vec<DeviceReport> = devices.collect();
     for &drives in &counts {
         crate::stop::check()?;

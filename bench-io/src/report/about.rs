@@ -55,7 +55,7 @@ impl<S> About<S> {
 
 impl DeviceReport {
     /// Describes `path` now: files made for a measurement are gone after it.
-    pub(crate) fn of(path: &Path) -> Self {
+    pub(crate) fn describe(path: &Path) -> Self {
         Self {
             path: path.display().to_string(),
             under: drive::under(path),
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_report_says_who_measured_what_and_ends_with_each_warning_once() {
-        let devices = vec![DeviceReport::of(Path::new("/proc"))];
+        let devices = vec![DeviceReport::describe(Path::new("/proc"))];
         let warnings = ["busy", "short", "busy"].map(str::to_owned).to_vec();
         let about = About::new((), devices, warnings);
         let printed = about.to_string();

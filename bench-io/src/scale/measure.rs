@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::store::Store;
-use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, caveats, control};
+use super::{Load, Rounds, Row, ScalePlan, ScaleReport, ScaleSettings, caveats, control};
 use crate::fio::{Fio, FioFigures, FioJob};
 use crate::place::{WorkDir, write_file};
 use crate::progress::Progress;
@@ -40,14 +40,14 @@ pub(crate) fn measure(
         warnings.extend(warnings::of_one_drive(&plan.dirs));
         warnings.extend(warnings::of_drives(plan.dirs.iter().map(PathBuf::as_path)));
     }
-    let settings = Settings {
+    let settings = ScaleSettings {
         size: plan.size,
         fio_iodepth: plan.fio_depth(),
         ioengine: plan.engine.clone(),
         runtime_s: plan.runtime.as_secs_f64(),
         rounds: plan.rounds,
     };
-    let devices = plan.dirs.iter().map(|dir| DeviceReport::of(dir));
+    let devices = plan.dirs.iter().map(|dir| DeviceReport::describe(dir));
     Ok(ScaleReport {
         about: About::new(settings, devices.collect(), warnings),
         limit: testdrives.map(|(_, limit)| limit),

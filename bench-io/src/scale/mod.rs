@@ -112,7 +112,7 @@ impl ScalePlan {
 
 /// Settings in a report.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Settings {
+pub(crate) struct ScaleSettings {
     /// Bytes used of each drive.
     pub(crate) size: u64,
     /// fio's depth per file; the rows contain the daemon's.
@@ -175,7 +175,7 @@ impl Row {
 pub(crate) struct ScaleReport {
     /// The report's devices are those below each directory.
     #[serde(flatten)]
-    pub(crate) about: About<Settings>,
+    pub(crate) about: About<ScaleSettings>,
     /// Rate limit of one drive.
     pub(crate) limit: Option<RateLimit>,
     pub(crate) fio_version: Option<String>,

@@ -95,7 +95,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     })?;
     let _inside = drives.enter()?;
     let dirs = drives.state().dirs.clone();
-    let devices = dirs.iter().map(|dir| DeviceReport::of(dir));
+    let devices = dirs.iter().map(|dir| DeviceReport::describe(dir));
     let devices = devices.collect();
     let measured = measured(&dirs, progress)?;
     let subject = subject(plan, &dirs, run_dir.path());

@@ -14,7 +14,7 @@ use crate::{ClientError, Done, Slot, Ticket, signal};
 impl Session {
     /// Takes a free slot of class `class`, an index into [`classes`](crate::SessionSettings::classes); `None` when all are taken or in flight.
     pub fn take_slot(&mut self, class: usize) -> Option<Slot> {
-        self.pool.take(class)
+        self.pool.claim(class)
     }
 
     /// Returns a slot, like dropping it.
@@ -185,7 +185,7 @@ impl Session {
     /// Appends the operations that have ended since the last call, without waiting. Swapped-in bytes have been checked. Submits
     /// the writes whose checksum is known.
     pub fn poll(&mut self, done: &mut Vec<Done>) -> Result<(), ClientError> {
-        while let Some(cqe) = self.rings.take().map_err(broken_ring)? {
+        while let Some(cqe) = self.rings.pop().map_err(broken_ring)? {
             let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
             let mut name = |device| name_of(device, known, unheard, &self.control);
             match self.in_flight.arrived(&cqe, &mut name)? {
@@ -198,7 +198,7 @@ impl Session {
                 }
             }
         }
-        while let Some(summed) = self.checksum_pool.take() {
+        while let Some(summed) = self.checksum_pool.next_result() {
             let Summed {
                 ticket,
                 slot,

@@ -162,7 +162,7 @@ fn serve_session(
             return;
         }
         let _ = rustix::io::read(&submission, &mut [0; 8]);
-        while let Some(sqe) = rings.take().unwrap() {
+        while let Some(sqe) = rings.pop().unwrap() {
             let _ = seen.send(sqe);
             if manners.hang_up {
                 return;

@@ -119,7 +119,7 @@ impl Raw {
         self.ring();
         let until = Instant::now() + LONG;
         loop {
-            if let Some(cqe) = self.rings.take().unwrap() {
+            if let Some(cqe) = self.rings.pop().unwrap() {
                 assert_eq!(cqe.ticket, sqe.ticket);
                 return cqe;
             }
@@ -258,7 +258,7 @@ fn more_in_flight_than_granted_is_refused_entry_by_entry() {
     let until = Instant::now() + LONG;
     while (kinds.len() as u64) < count {
         assert!(Instant::now() < until, "{kinds:?}");
-        while let Some(cqe) = raw.rings.take().unwrap() {
+        while let Some(cqe) = raw.rings.pop().unwrap() {
             kinds.push(FaultKind::from_number(cqe.fault));
         }
     }

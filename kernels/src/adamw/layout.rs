@@ -290,7 +290,7 @@ pub(super) struct Planes<'a> {
 
 impl<'a> Planes<'a> {
     /// Selects the elements of `range` of a tile whose gradients are of `grad_type`. Panics if a slice is too short or not aligned.
-    pub(super) fn of(tile: Tile<'a>, grad_type: GradType, range: Range<usize>) -> Self {
+    pub(super) fn select(tile: Tile<'a>, grad_type: GradType, range: Range<usize>) -> Self {
         let Tile {
             format,
             param,
@@ -319,7 +319,7 @@ impl<'a> Planes<'a> {
 
 impl<'a> Weights<'a> {
     /// Views planes whose gradients are of the master's own type.
-    pub(super) fn of(
+    pub(super) fn view(
         master: Master,
         param: &'a mut [u8],
         first: &'a mut [u8],

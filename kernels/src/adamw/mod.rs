@@ -162,7 +162,7 @@ fn step_part(
         momentum,
         variance,
         grad,
-    } = Planes::of(tile, grad_type, part.clone());
+    } = Planes::select(tile, grad_type, part.clone());
     let count = part.len();
     let (m, v): (&mut [f32], &mut [f32]) = match moments {
         Moments::Fp32 => (view_mut(&mut *momentum), view_mut(&mut *variance)),
@@ -212,7 +212,7 @@ fn step_part(
             narrow(set, random, part.start, [masters, &[]], to);
         }
         _ if grad_type == master.grad_type() => {
-            step_weights(Weights::of(master, param, first, grad));
+            step_weights(Weights::view(master, param, first, grad));
         }
         Master::SplitBf16 => {
             let (param, residual): (&mut [u16], &mut [i16]) = (view_mut(param), view_mut(first));

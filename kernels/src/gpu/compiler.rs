@@ -52,7 +52,7 @@ impl Compiler {
         if vendor == Vendor::Cuda {
             open_other_part_of_nvrtc();
         }
-        let table = CompilerTable::of(library, vendor)
+        let table = CompilerTable::load(library, vendor)
             .map_err(|why| none(vec![format!("{name}: {why}")]))?;
         Ok(Self { vendor, table })
     }

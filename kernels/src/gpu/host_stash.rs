@@ -111,7 +111,7 @@ impl HostStash {
     ///
     /// # Errors
     /// A call failed.
-    pub fn take(&mut self, piece: usize, stream: &Stream) -> Result<&DeviceBuffer, GpuError> {
+    pub fn buffer_of(&mut self, piece: usize, stream: &Stream) -> Result<&DeviceBuffer, GpuError> {
         self.fetch(piece)?;
         let at = self.buffer_with(piece).expect("fetched");
         let buffer = &self.buffers[at];
@@ -120,7 +120,7 @@ impl HostStash {
         Ok(&buffer.memory)
     }
 
-    /// Ends the use of [`HostStash::take`]'s buffer, after the work enqueued on `stream`.
+    /// Ends the use of [`HostStash::buffer_of`]'s buffer, after the work enqueued on `stream`.
     ///
     /// # Errors
     /// A call failed.

@@ -73,8 +73,8 @@ impl Runtime {
         };
         let runtime = Self {
             vendor,
-            driver: Driver::of(library, vendor).map_err(unknown)?,
-            differences: Differences::of(library, vendor).map_err(unknown)?,
+            driver: Driver::load(library, vendor).map_err(unknown)?,
+            differences: Differences::load(library, vendor).map_err(unknown)?,
             library_name,
         };
         // SAFETY: takes a number only.

@@ -19,7 +19,7 @@ macro_rules! table {
 
         impl $table {
             /// Finds every function, or reports the one that the library lacks. The library must stay loaded.
-            pub(super) fn of(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
+            pub(super) fn load(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
                 Ok(Self {
                     $($field: {
                         let name = match vendor {
@@ -107,7 +107,7 @@ pub(super) enum Differences {
 }
 
 impl Differences {
-    pub(super) fn of(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
+    pub(super) fn load(library: &'static Library, vendor: Vendor) -> Result<Self, String> {
         // SAFETY: as in `table!`: names, arguments and results are those of the vendors' headers.
         // hipGetDeviceProperties fills a structure whose length depends on the release, for which the caller leaves
         // room.

@@ -41,7 +41,7 @@ enum GradsMut<'a> {
 }
 
 impl<'a> Grads<'a> {
-    fn of(grad_type: GradType, bytes: &'a [u8]) -> Self {
+    fn view(grad_type: GradType, bytes: &'a [u8]) -> Self {
         match grad_type {
             GradType::Bf16 => Self::Bf16(view(bytes)),
             GradType::Fp16 => Self::Fp16(view(bytes)),
@@ -67,7 +67,7 @@ pub fn sum_squares_with(set: InstructionSet, grad_type: GradType, grad: &[u8]) -
         .par_chunks(CHUNK_ELEMS * grad_type.elem_bytes())
         .with_min_len(PIECE_ELEMS / CHUNK_ELEMS)
         .map(|chunk| {
-            let chunk = Grads::of(grad_type, chunk);
+            let chunk = Grads::view(grad_type, chunk);
             match set {
                 InstructionSet::Scalar => scalar::sum_squares(chunk),
                 #[cfg(target_arch = "x86_64")]
@@ -99,7 +99,7 @@ pub fn accumulate_with(set: InstructionSet, sum: &mut [f32], x_bytes: &[u8], x_t
     sum.par_chunks_mut(PIECE_ELEMS)
         .zip(x_bytes.par_chunks(PIECE_ELEMS * x_type.elem_bytes()))
         .for_each(|(sum, x)| {
-            let x = Grads::of(x_type, x);
+            let x = Grads::view(x_type, x);
             match set {
                 InstructionSet::Scalar => scalar::accumulate(sum, x),
                 #[cfg(target_arch = "x86_64")]

@@ -149,7 +149,7 @@ fn fp32_gradients_that_16_bits_hold_give_the_bits_of_16_bit_gradients() {
             .chunks_exact(format.master.grad_bytes())
             .flat_map(|bytes| wide(format.master, bytes).to_le_bytes())
             .collect();
-        let grad = AlignedBytes::of(&grad);
+        let grad = AlignedBytes::from_bytes(&grad);
         let mut tile = before.clone();
         for range in [0..1, 1..4097, 4097..5000] {
             let wide = Tile {

@@ -54,7 +54,7 @@ fn store_grads(tile: &mut OwnedTile, grads: &[f32]) -> Vec<f64> {
             Master::Fp32 => (g.to_le_bytes().to_vec(), *g),
         })
         .unzip();
-    tile.grad = AlignedBytes::of(&bytes.concat());
+    tile.grad = AlignedBytes::from_bytes(&bytes.concat());
     values.into_iter().map(f64::from).collect()
 }
 

@@ -169,9 +169,9 @@ fn equal_masters_give_equal_bytes_whatever_the_slot_held() {
 fn what_lies_behind_the_tile_in_its_slot_is_left_alone() {
     for format in formats() {
         let state_bytes = state_tile_bytes(format, 10);
-        let mut param = AlignedBytes::of(&[0xAB; 4096]);
-        let mut state = AlignedBytes::of(&[0xAB; 4096]);
-        let grad = AlignedBytes::of(&[0x3F; 4096]);
+        let mut param = AlignedBytes::from_bytes(&[0xAB; 4096]);
+        let mut state = AlignedBytes::from_bytes(&[0xAB; 4096]);
+        let grad = AlignedBytes::from_bytes(&[0x3F; 4096]);
         init_tile(format, &[1.0; 10], &mut param, &mut state);
         step_tile(format, &HYPER, &mut param, &mut state, &grad, 10);
         assert!(

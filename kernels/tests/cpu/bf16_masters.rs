@@ -192,7 +192,7 @@ fn a_number_between_the_greatest_bf16_and_infinity_becomes_one_of_them_and_a_nan
             &[grad; 100],
         );
         step(&mut tile, &Hyper { lr, ..HYPER });
-        AlignedBytes::of(&tile.param)
+        AlignedBytes::from_bytes(&tile.param)
     };
     let greatest = number::from_bf16(0x7F7F);
     let rounded = of(greatest, -1.0, 1e36);

@@ -127,7 +127,7 @@ fn a_single_nan_or_infinity_shows_in_the_norm() {
 fn every_nan_norm_is_the_same_nan() {
     // Negative, with a payload, quiet and signalling: the processor would propagate these unchanged.
     for bits in [0xFFC0_1234u32, 0x7F80_0001, 0xFF80_4000] {
-        let grad = AlignedBytes::of(&bits.to_le_bytes());
+        let grad = AlignedBytes::from_bytes(&bits.to_le_bytes());
         let sum = sum_squares(GradType::Fp32, &grad);
         assert_eq!(sum.to_bits(), f64::NAN.to_bits(), "{bits:#x}");
     }
@@ -208,7 +208,7 @@ fn gradients_are_cast_to_nearest_even_on_every_instruction_set() {
                 })
                 .collect();
             for set in sets.iter().chain(&[InstructionSet::Scalar]) {
-                let mut out = AlignedBytes::of(&vec![0xAB; expected.len()]);
+                let mut out = AlignedBytes::from_bytes(&vec![0xAB; expected.len()]);
                 store_grad_with(*set, grad_type, &from, &mut out);
                 assert!(*out == *expected, "{set:?} {grad_type:?} {elems}");
             }

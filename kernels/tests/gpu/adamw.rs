@@ -25,9 +25,9 @@ fn on_gpu(
     before: &OwnedTile,
     range: Range<usize>,
 ) -> OwnedTile {
-    let tile = DeviceTile::of(gpu, stream, before);
+    let tile = DeviceTile::upload(gpu, stream, before);
     enqueue(gpu, stream, hyper, before, &tile, range);
-    tile.take(gpu, stream, before)
+    tile.download(gpu, stream, before)
 }
 
 fn enqueue(
@@ -126,7 +126,7 @@ fn hundred_steps_drift_by_no_bit() {
         kernels::adamw::init_tile(format, &masters, &mut cpu.param, &mut cpu.state);
         let grads: Vec<f32> = (0..elems).map(|_| random.even() * 0.1).collect();
         kernels::reduce::store_grad(format.master.grad_type(), &grads, &mut cpu.grad);
-        let tile = DeviceTile::of(&gpu, &stream, &cpu);
+        let tile = DeviceTile::upload(&gpu, &stream, &cpu);
         for step in 1..=100 {
             let hyper = Hyper {
                 step,
@@ -136,7 +136,7 @@ fn hundred_steps_drift_by_no_bit() {
             cpu = on_cpu(&hyper, &cpu, 0..elems);
             enqueue(&gpu, &stream, &hyper, &cpu, &tile, 0..elems);
         }
-        tile.take(&gpu, &stream, &cpu)
+        tile.download(&gpu, &stream, &cpu)
             .assert_same_bits(&cpu, "after 100 steps");
     }
 }

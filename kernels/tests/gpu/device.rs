@@ -68,7 +68,7 @@ pub(crate) const PART_AT: usize = 192;
 const AROUND: u8 = 0xAB;
 
 impl DeviceTile {
-    pub(crate) fn of(gpu: &Gpu, stream: &Stream, tile: &OwnedTile) -> Self {
+    pub(crate) fn upload(gpu: &Gpu, stream: &Stream, tile: &OwnedTile) -> Self {
         assert_eq!(
             tile.state.len(),
             state_tile_bytes(tile.format, tile.elems),
@@ -89,7 +89,7 @@ impl DeviceTile {
     }
 
     /// Waits, and downloads the tile.
-    pub(crate) fn take(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
+    pub(crate) fn download(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
         let mut tile = OwnedTile::zeroed(like.format, like.elems);
         tile.grad = AlignedBytes::zeroed(like.grad.len());
         get(gpu, stream, &self.param, &mut tile.param);

@@ -23,14 +23,14 @@ fn put(gpu: &Gpu, host_stash: &mut HostStash, stream: &Stream, piece: usize, byt
 }
 
 /// Takes a piece on `stream` into a buffer of its own, without waiting.
-fn take(
+fn copy_of_piece(
     gpu: &Gpu,
     host_stash: &mut HostStash,
     stream: &Stream,
     piece: usize,
 ) -> kernels::gpu::DeviceBuffer {
     let to = gpu.alloc(PIECE_BYTES).unwrap();
-    let from = host_stash.take(piece, stream).unwrap();
+    let from = host_stash.buffer_of(piece, stream).unwrap();
     stream.copy(from.at(0), to.at(0), PIECE_BYTES).unwrap();
     host_stash.taken(piece, stream).unwrap();
     to
@@ -50,7 +50,7 @@ fn pieces_come_back_as_they_were_put_pass_after_pass() {
         }
         let mut taken = Vec::new();
         for piece in (0..pieces).rev() {
-            taken.push((piece, take(&gpu, &mut host_stash, &compute, piece)));
+            taken.push((piece, copy_of_piece(&gpu, &mut host_stash, &compute, piece)));
             // The next piece arrives while this one is used; on every second pass nobody fetches it early.
             if piece > 0 && pass % 2 == 0 {
                 host_stash.fetch(piece - 1).unwrap();

@@ -101,7 +101,7 @@ fn norms_of_more_chunks_than_a_block_has_groups_have_the_cpus_bits() {
         .unwrap();
     let found = downloaded(&gpu, &stream, &out, 0, 8);
     let found = f64::from_le_bytes(found.try_into().unwrap());
-    let expected = sum_squares(GradType::Bf16, &AlignedBytes::of(&bytes));
+    let expected = sum_squares(GradType::Bf16, &AlignedBytes::from_bytes(&bytes));
     assert_eq!(
         found.to_bits(),
         expected.to_bits(),
@@ -217,7 +217,8 @@ fn every_stored_16_bit_number_has_its_value() {
         kernels
             .accumulate(&stream, sum_there.at(0), x_there.at(0), x_type, all.len())
             .unwrap();
-        let found = AlignedBytes::of(&downloaded(&gpu, &stream, &sum_there, 0, 4 * all.len()));
+        let found =
+            AlignedBytes::from_bytes(&downloaded(&gpu, &stream, &sum_there, 0, 4 * all.len()));
         let mut sum = vec![0.0; all.len()];
         accumulate(&mut sum, &x, x_type);
         for (i, expected) in sum.iter().enumerate() {

@@ -32,7 +32,7 @@ pub(crate) struct AlignedBytes {
 }
 
 impl AlignedBytes {
-    pub(crate) fn of(bytes: &[u8]) -> Self {
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
         let mut memory = vec![0; bytes.len() + 64];
         let start = memory.as_ptr().align_offset(64);
         memory[start..start + bytes.len()].copy_from_slice(bytes);
@@ -41,11 +41,11 @@ impl AlignedBytes {
     }
 
     pub(crate) fn zeroed(len: usize) -> Self {
-        Self::of(&vec![0; len])
+        Self::from_bytes(&vec![0; len])
     }
 
     pub(crate) fn of_f32(numbers: &[f32]) -> Self {
-        Self::of(
+        Self::from_bytes(
             &numbers
                 .iter()
                 .flat_map(|x| x.to_le_bytes())
@@ -54,7 +54,7 @@ impl AlignedBytes {
     }
 
     pub(crate) fn of_u16(numbers: &[u16]) -> Self {
-        Self::of(
+        Self::from_bytes(
             &numbers
                 .iter()
                 .flat_map(|x| x.to_le_bytes())
@@ -73,7 +73,7 @@ impl AlignedBytes {
 
 impl Clone for AlignedBytes {
     fn clone(&self) -> Self {
-        Self::of(self)
+        Self::from_bytes(self)
     }
 }
 

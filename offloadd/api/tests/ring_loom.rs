@@ -72,14 +72,14 @@ fn every_entry_arrives_whole_once_and_in_order_in_every_interleaving() {
         let mut consumer = Consumer::default();
         for expected in 1..=SENT {
             let entry = loop {
-                match consumer.take(&*ring).unwrap() {
+                match consumer.pop(&*ring).unwrap() {
                     Some(entry) => break entry,
                     None => loom::thread::yield_now(),
                 }
             };
             assert_eq!(entry, expected);
         }
-        assert_eq!(consumer.take(&*ring).unwrap(), None);
+        assert_eq!(consumer.pop(&*ring).unwrap(), None);
         producer.join().unwrap();
     });
 }

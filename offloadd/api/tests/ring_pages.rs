@@ -57,15 +57,15 @@ fn entries_cross_in_order_many_times_round_the_ring() {
             assert!(process.put(&sqe(round * 100 + i)).unwrap());
         }
         for i in 0..count {
-            assert_eq!(daemon.take().unwrap(), Some(sqe(round * 100 + i)));
+            assert_eq!(daemon.pop().unwrap(), Some(sqe(round * 100 + i)));
             daemon.put(&cqe(round * 100 + i)).unwrap();
         }
-        assert_eq!(daemon.take().unwrap(), None);
+        assert_eq!(daemon.pop().unwrap(), None);
         assert_eq!(u64::from(process.ready().unwrap()), count);
         for i in 0..count {
-            assert_eq!(process.take().unwrap(), Some(cqe(round * 100 + i)));
+            assert_eq!(process.pop().unwrap(), Some(cqe(round * 100 + i)));
         }
-        assert_eq!(process.take().unwrap(), None);
+        assert_eq!(process.pop().unwrap(), None);
     }
 }
 
@@ -78,9 +78,9 @@ fn a_full_ring_refuses_and_loses_nothing() {
     }
     assert!(!process.put(&sqe(99)).unwrap());
     assert!(matches!(daemon.put(&cqe(99)), Err(RingError::Full { .. })));
-    assert_eq!(daemon.take().unwrap(), Some(sqe(0)));
+    assert_eq!(daemon.pop().unwrap(), Some(sqe(0)));
     assert!(process.put(&sqe(8)).unwrap());
-    assert_eq!(process.take().unwrap(), Some(cqe(0)));
+    assert_eq!(process.pop().unwrap(), Some(cqe(0)));
     daemon.put(&cqe(8)).unwrap();
 }
 
@@ -90,7 +90,7 @@ fn an_impossible_index_is_an_error_not_an_access() {
     // More entries produced than fit.
     for hostile in [ENTRIES + 1, 1 << 31, u32::MAX] {
         pwrite(&file, &hostile.to_le_bytes(), SUBMISSION_TAIL).unwrap();
-        assert!(matches!(daemon.take(), Err(RingError::Index { index, .. }) if index == hostile));
+        assert!(matches!(daemon.pop(), Err(RingError::Index { index, .. }) if index == hostile));
     }
     // More entries consumed than were ever produced, or so few that the ring would hold more than fit.
     for hostile in [1, 1 << 31, u32::MAX - ENTRIES] {
@@ -108,10 +108,10 @@ fn the_daemons_own_indices_and_header_are_not_read_back() {
     pwrite(&file, &[0xff; 64], 0).unwrap();
     pwrite(&file, &[0xff; 64], 256).unwrap();
     pwrite(&file, &[0xff; 64], 384).unwrap();
-    assert_eq!(daemon.take().unwrap(), Some(sqe(1)));
-    assert_eq!(daemon.take().unwrap(), None);
+    assert_eq!(daemon.pop().unwrap(), Some(sqe(1)));
+    assert_eq!(daemon.pop().unwrap(), None);
     daemon.put(&cqe(1)).unwrap();
-    assert_eq!(process.take().unwrap(), Some(cqe(1)));
+    assert_eq!(process.pop().unwrap(), Some(cqe(1)));
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn a_peer_that_scribbles_everywhere_gets_bounded_answers() {
         let until = Instant::now() + Duration::from_millis(300);
         let (mut taken, mut refused) = (0u64, 0u64);
         while Instant::now() < until {
-            match daemon.take() {
+            match daemon.pop() {
                 Ok(Some(_)) => taken += 1,
                 Ok(None) => {}
                 Err(RingError::Index { .. }) => refused += 1,
@@ -206,10 +206,10 @@ fn a_file_that_is_no_ring_is_refused_by_name() {
 fn the_bytes_of_the_pages_never_change() {
     let (file, mut daemon, mut process) = pair();
     process.put(&sqe(0x1122)).unwrap();
-    daemon.take().unwrap().unwrap();
+    daemon.pop().unwrap().unwrap();
     daemon.put(&cqe(0x3344)).unwrap();
     daemon.put(&cqe(0x5566)).unwrap();
-    process.take().unwrap().unwrap();
+    process.pop().unwrap().unwrap();
     let mut pages = vec![0; ring_bytes(ENTRIES)];
     assert_eq!(pages.len(), 3 * 4096);
     assert_eq!(

@@ -41,7 +41,7 @@ fuzz_target!(|bytes: &[u8]| {
     rewrite(&fd, bytes);
     // One more than there can be: no entry is taken twice.
     for _ in 0..=ENTRIES {
-        let Ok(Some(sqe)) = daemon.take() else { break };
+        let Ok(Some(sqe)) = daemon.pop() else { break };
         if let Ok(request) = Request::check(&sqe, EPOCH) {
             assert_eq!(request.to_sqe(EPOCH), sqe, "what was checked is all of it");
         }
@@ -50,7 +50,7 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(map) = RingMap::open(&fd) else { return };
     let mut process = ProcessRings::new(map);
     for _ in 0..=ENTRIES {
-        let Ok(Some(_)) = process.take() else { break };
+        let Ok(Some(_)) = process.pop() else { break };
     }
     let _ = (process.untaken(), process.ready());
 });

@@ -16,7 +16,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
                 .context("closing descriptors inherited from the parent process")?;
             Inherited::new()
         }
-        false => inherited::take(),
+        false => inherited::take_descriptors(),
     };
     let parent = private.then(follow_parent).transpose()?.flatten();
     let _last_lines = log::to_stderr();

@@ -131,7 +131,7 @@ fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found>
     let wear = report.wear.iter().map(|device| WearCount {
         path: device.path.clone(),
         worn_bytes: device.wear.written_bytes,
-        rated_bytes: ratings.of(&device.path),
+        rated_bytes: ratings.rated_bytes(&device.path),
     });
     let unclean = report.unclean_jobs.iter().map(|(uid, job)| proto::JobName {
         uid: *uid,

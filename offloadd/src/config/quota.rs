@@ -209,14 +209,14 @@ mod tests {
     #[test]
     fn a_users_own_quota_overrides_the_default_key_by_key() {
         let quotas = parse(WHOLE).unwrap();
-        assert_eq!(quotas.of(7).host_bytes_max, Some(4 << 30));
-        let own = quotas.of(1000);
+        assert_eq!(quotas.for_user(7).host_bytes_max, Some(4 << 30));
+        let own = quotas.for_user(1000);
         assert_eq!(
             (own.host_bytes_max, own.device_bytes_max),
             (Some(8 << 30), Some(4096))
         );
         assert_eq!((own.sessions_max, own.weight), (Some(8), Some(300)));
-        assert_eq!((own.jobs_max, quotas.of(7).jobs_max), (Some(3), None));
+        assert_eq!((own.jobs_max, quotas.for_user(7).jobs_max), (Some(3), None));
         let job = |uid, name| quotas.of_job(uid, &JobName::new(name).unwrap());
         let own = job(1000, "llama.7b");
         assert_eq!(

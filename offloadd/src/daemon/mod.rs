@@ -162,7 +162,7 @@ fn device_limits(
 ) -> Vec<(std::sync::Arc<std::fs::File>, DeviceLimits)> {
     let limits = store.devices.iter().map(|device| {
         let file = devices[device.position].file().clone();
-        let limits = DeviceLimits::of(&file, &device.superblock.rates());
+        let limits = DeviceLimits::for_device(&file, &device.superblock.rates());
         let [reads, writes] = limits.window_bytes.map(ApproxBytes);
         tracing::info!(
             "device {}: I/O in pieces of {}, at most {reads} of reads and {writes} of writes in flight",
@@ -205,7 +205,7 @@ impl Sockets {
             .transpose()?;
         let listener = server::bind(&config.socket)?;
         Ok(Self {
-            place: server::Place::of(&config.socket),
+            place: server::Place::at(&config.socket),
             listener,
             page,
         })

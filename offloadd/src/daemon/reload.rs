@@ -144,7 +144,7 @@ mod tests {
             reload
                 .change
                 .ratings
-                .of(path)
+                .rated_bytes(path)
                 .map(|b| b / 1_000_000_000_000)
         };
         assert_eq!(

@@ -328,7 +328,7 @@ impl Inbox {
         &*self.wake
     }
 
-    /// Resets the eventfd. Call before [`Self::take`], so that later messages wake the thread again.
+    /// Resets the eventfd. Call before [`Self::next_message`], so that later messages wake the thread again.
     pub(super) fn drain(&self) {
         let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
     }
@@ -339,7 +339,7 @@ impl Inbox {
     }
 
     /// Takes the oldest message.
-    pub(super) fn take(&self) -> Option<Message> {
+    pub(super) fn next_message(&self) -> Option<Message> {
         self.queue.try_recv().ok()
     }
 }

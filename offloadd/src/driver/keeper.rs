@@ -363,7 +363,7 @@ mod tests {
     fn next_made(inbox: &Inbox) -> (u64, Box<Made>) {
         let limit = Instant::now() + Duration::from_secs(60);
         loop {
-            if let Some(Message::Made { session, made }) = inbox.take() {
+            if let Some(Message::Made { session, made }) = inbox.next_message() {
                 return (session.0, made.unwrap());
             }
             assert!(Instant::now() < limit, "nothing is made");
@@ -385,7 +385,7 @@ mod tests {
         keeper.make(2, SessionId(3), small, 8).unwrap();
         let (session, _small) = next_made(&inbox);
         assert_eq!(session, 3, "a small arena of another user does not wait");
-        assert!(inbox.take().is_none(), "the limit is still reached");
+        assert!(inbox.next_message().is_none(), "the limit is still reached");
         keeper.free(1, ending);
         let (session, second) = next_made(&inbox);
         assert_eq!(session, 2);

@@ -402,7 +402,7 @@ impl Driver {
             if taken == MESSAGES_A_TURN {
                 return self.inbox.ring();
             }
-            let Some(message) = self.inbox.take() else {
+            let Some(message) = self.inbox.next_message() else {
                 return;
             };
             match message {
@@ -534,7 +534,7 @@ impl Driver {
             return;
         };
         self.entries.clear();
-        let taken = session.take(ENTRIES_A_TURN, &mut self.entries);
+        let taken = session.take_submissions(ENTRIES_A_TURN, &mut self.entries);
         if self.entries.len() == ENTRIES_A_TURN {
             self.busy.push_back(id);
         }

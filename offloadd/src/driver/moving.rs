@@ -139,7 +139,7 @@ impl Driver {
             let _ = answer.send(Err(stopping()));
             return;
         }
-        let limits = DeviceLimits::of(&file, &device.rates);
+        let limits = DeviceLimits::for_device(&file, &device.rates);
         let room = if self.calls.len() < CALLS_MAX {
             self.core.check_growth()
         } else {

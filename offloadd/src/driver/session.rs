@@ -57,7 +57,7 @@ impl Session {
     }
 
     /// Copies up to `entries_max` submissions. An error means that the process broke the protocol.
-    pub(super) fn take(
+    pub(super) fn take_submissions(
         &mut self,
         entries_max: usize,
         entries: &mut Vec<Sqe>,
@@ -67,7 +67,7 @@ impl Session {
             return Ok(());
         };
         while entries.len() < entries_max {
-            let Some(entry) = made.rings.take()? else {
+            let Some(entry) = made.rings.pop()? else {
                 break;
             };
             entries.push(entry);

@@ -199,7 +199,7 @@ impl Aio {
     }
 
     pub(super) fn start(&mut self) {
-        while let Some(place) = self.backlog.take() {
+        while let Some(place) = self.backlog.next_operation() {
             let device = self.inflight.io(place).device.0 as usize;
             let entry = self.entry(place);
             let queue = &self.queues[device];

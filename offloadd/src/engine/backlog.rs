@@ -57,7 +57,7 @@ impl Backlog {
     }
 
     /// Returns the next operation for the kernel, counted as the kernel's from now on.
-    pub(super) fn take(&mut self) -> Option<usize> {
+    pub(super) fn next_operation(&mut self) -> Option<usize> {
         if self.waiting_count == 0 {
             return None;
         }
@@ -121,7 +121,7 @@ mod tests {
     const GOOD: DeviceIndex = DeviceIndex(1);
 
     fn taken(backlog: &mut Backlog) -> Vec<usize> {
-        std::iter::from_fn(|| backlog.take()).collect()
+        std::iter::from_fn(|| backlog.next_operation()).collect()
     }
 
     #[test]
@@ -161,7 +161,10 @@ mod tests {
         assert_eq!(taken(&mut backlog), [4, 5, 6, 7]);
         backlog.clear();
         backlog.gave_back(DEAD);
-        assert_eq!((backlog.take(), backlog.waiting_count()), (None, 0));
+        assert_eq!(
+            (backlog.next_operation(), backlog.waiting_count()),
+            (None, 0)
+        );
         assert_eq!(backlog.kernel_count(), 7);
     }
 

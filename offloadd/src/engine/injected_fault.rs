@@ -23,7 +23,7 @@ pub(super) fn before(io: &Io) {
         return;
     };
     let number = STARTED.fetch_add(1, Ordering::Relaxed);
-    match injected_fault.of(number) {
+    match injected_fault.instead_of(number) {
         Some(Instead::Kill) => end(),
         Some(Instead::Cut) => {
             power_cut_sim::cut(number);
@@ -47,7 +47,7 @@ pub(super) fn after(done: &mut [IoDone]) {
     };
     for done in done {
         let number = ENDED.fetch_add(1, Ordering::Relaxed);
-        match (injected_fault.of(number), done.outcome) {
+        match (injected_fault.instead_of(number), done.outcome) {
             (Some(Instead::Errno(errno)), _) => done.outcome = Err(errno),
             // A flush moves no bytes, so it fails instead.
             (Some(Instead::Short), Ok(0)) => done.outcome = Err(libc::EIO),

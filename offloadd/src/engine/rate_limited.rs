@@ -30,7 +30,7 @@ use crate::io::{IoId, IoOp};
 pub(super) fn rate_limit(file: &File, limits: &RateLimits) -> RateLimit {
     let path = path_of(file);
     let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-    limits.of(&name.unwrap_or_default())
+    limits.for_file(&name.unwrap_or_default())
 }
 
 /// An engine with limited devices.

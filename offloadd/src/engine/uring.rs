@@ -214,7 +214,7 @@ impl Uring {
             if self.ring.0.submission().is_full() && !self.enter()? {
                 return Ok(());
             }
-            let Some(place) = self.backlog.take() else {
+            let Some(place) = self.backlog.next_operation() else {
                 break;
             };
             let entry = self.entry(place);

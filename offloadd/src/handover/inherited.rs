@@ -22,7 +22,7 @@ pub type Inherited = Vec<(String, OwnedFd)>;
 
 /// Takes the inherited descriptors, once. Returns none when they are for another process. Must be called before anything opens
 /// descriptors.
-pub fn take() -> Inherited {
+pub fn take_descriptors() -> Inherited {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Vec::new();
@@ -53,7 +53,7 @@ pub fn take() -> Inherited {
 }
 
 /// Closes inherited descriptors except stdin, stdout and stderr, for a daemon that another program starts: they may be sockets,
-/// locks or another user's files. Must be called instead of [`take`], before anything opens descriptors.
+/// locks or another user's files. Must be called instead of [`take_descriptors`], before anything opens descriptors.
 ///
 /// # Errors
 /// The kernel lacks the system call (before Linux 5.9).

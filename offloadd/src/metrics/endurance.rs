@@ -47,7 +47,7 @@ impl Ratings {
     }
 
     /// Rated endurance of the device at `path`, if set.
-    pub fn of(&self, path: &str) -> Option<u64> {
+    pub fn rated_bytes(&self, path: &str) -> Option<u64> {
         *self.listed.get(path).unwrap_or(&self.others)
     }
 }
@@ -149,7 +149,7 @@ impl Endurance {
             kept_bytes: worn.before.written_bytes,
             keeping: None,
             totals_wanted: false,
-            rated_bytes: self.ratings.of(&worn.path),
+            rated_bytes: self.ratings.rated_bytes(&worn.path),
             worn,
             warned: false,
         });
@@ -173,7 +173,7 @@ impl Endurance {
     /// Applies changed ratings; a device may be warned about again.
     pub fn rate(&mut self, ratings: Ratings) {
         for device in &mut self.devices {
-            let rated_bytes = ratings.of(&device.worn.path);
+            let rated_bytes = ratings.rated_bytes(&device.worn.path);
             if device.rated_bytes != rated_bytes {
                 device.rated_bytes = rated_bytes;
                 device.warned = false;

@@ -47,7 +47,7 @@ pub(super) struct Direction {
 struct Places([BTreeMap<u64, usize>; 2]);
 
 impl Places {
-    fn of(&mut self, priority: Priority) -> &mut BTreeMap<u64, usize> {
+    fn by_priority(&mut self, priority: Priority) -> &mut BTreeMap<u64, usize> {
         &mut self.0[class(priority)]
     }
 
@@ -133,7 +133,7 @@ impl Direction {
         let number = self.numbered;
         self.numbered += 1;
         self.numbers.insert(place, number);
-        (self.lines.entry(line).or_default().of(priority)).insert(number, place);
+        (self.lines.entry(line).or_default().by_priority(priority)).insert(number, place);
         self.waiting_count += 1;
     }
 
@@ -142,7 +142,7 @@ impl Direction {
             return;
         };
         let places = self.lines.get_mut(&line).expect("it waits");
-        let left = places.of(priority).remove(&number);
+        let left = places.by_priority(priority).remove(&number);
         assert_eq!(left, Some(place), "it waited there");
         self.went(priority, line);
     }
@@ -223,7 +223,7 @@ impl Direction {
         }
         if last {
             let places = self.lines.get_mut(&line).expect("it waits");
-            let gone = places.of(priority).pop_first();
+            let gone = places.by_priority(priority).pop_first();
             assert_eq!(gone.map(|(_, place)| place), Some(next.place));
             self.numbers.remove(&next.place);
             self.went(priority, line);

@@ -40,7 +40,7 @@ pub struct DeviceLimits {
 
 impl DeviceLimits {
     /// Returns the limits of an opened device with these rates.
-    pub fn of(file: &File, rates: &MeasuredRates) -> Self {
+    pub fn for_device(file: &File, rates: &MeasuredRates) -> Self {
         let rates = [rates.read_bytes_per_s, rates.write_bytes_per_s];
         Self {
             piece_bytes: piece_bytes(request_bytes_max(file)),

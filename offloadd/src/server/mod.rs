@@ -169,7 +169,7 @@ pub async fn serve(
     let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
     let (_acceptor, admitted) = Acceptor::start(listener, places).map_err(ServeError::Acceptor)?;
     let incoming = UnboundedReceiverStream::new(admitted).filter_map(|one| {
-        let stream = PeerStream::of(one);
+        let stream = PeerStream::from_admitted(one);
         // An error would end the server; the connection is closed.
         let failed = |error: &io::Error| tracing::error!(%error, "cannot serve a connection");
         stream.inspect_err(failed).ok().map(Ok::<_, io::Error>)

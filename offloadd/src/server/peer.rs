@@ -134,7 +134,7 @@ impl Places {
 
     /// Admits a connection of `peer`; `None` if its user has too many.
     pub(super) fn admit(&self, peer: Peer) -> Option<Place> {
-        let place = self.take(peer.uid);
+        let place = self.count_in(peer.uid);
         if place.is_none() {
             let (uid, pid) = (peer.uid, peer.pid);
             tracing::warn!(
@@ -148,7 +148,7 @@ impl Places {
         place
     }
 
-    fn take(&self, uid: u32) -> Option<Place> {
+    fn count_in(&self, uid: u32) -> Option<Place> {
         let mut counts = self.counts.lock().unwrap_or_else(|e| e.into_inner());
         let count = counts.entry(uid).or_default();
         if *count >= self.most {
@@ -175,7 +175,7 @@ impl Drop for Place {
 
 impl PeerStream {
     /// Takes a connection that was admitted. Must be called within the runtime.
-    pub(super) fn of(admitted: Admitted) -> io::Result<Self> {
+    pub(super) fn from_admitted(admitted: Admitted) -> io::Result<Self> {
         let Admitted {
             stream,
             peer,
@@ -289,19 +289,19 @@ mod tests {
     fn one_users_connections_are_bounded_and_anothers_are_not_its() {
         let places = Places::new(3);
         let mut held: Vec<_> = (0..CONNECTIONS_A_SESSION * 3 + CONNECTIONS_BESIDE)
-            .map(|_| places.take(7).unwrap())
+            .map(|_| places.count_in(7).unwrap())
             .collect();
-        assert!(places.take(7).is_none());
-        assert!(places.take(8).is_some());
+        assert!(places.count_in(7).is_none());
+        assert!(places.count_in(8).is_some());
         held.pop();
-        assert!(places.take(7).is_some());
+        assert!(places.count_in(7).is_some());
         drop(held);
         assert!(places.counts.lock().unwrap().is_empty(), "nothing is kept");
     }
 
     fn connection(timeouts: Duration) -> (PeerStream, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let place = Places::new(1).take(7).unwrap();
+        let place = Places::new(1).count_in(7).unwrap();
         let peer = Peer { uid: 7, pid: 1 };
         (PeerStream::new(ours, peer, timeouts, place), theirs)
     }

@@ -73,7 +73,7 @@ pub struct Place {
 
 impl Place {
     /// Call right after the socket was bound at `path`.
-    pub fn of(path: &Path) -> Self {
+    pub fn at(path: &Path) -> Self {
         Self {
             ours: number(path),
             path: path.to_owned(),
@@ -105,7 +105,7 @@ mod tests {
     fn a_socket_goes_before_its_daemon_and_a_successors_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
-        let bind = || (UnixListener::bind(&path).unwrap(), Place::of(&path));
+        let bind = || (UnixListener::bind(&path).unwrap(), Place::at(&path));
         let (old, place) = bind();
         // An administrator may change the owner.
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();

@@ -16,7 +16,7 @@ pub struct RelativeTo<'a> {
 
 impl<'a> RelativeTo<'a> {
     /// For a path that does not exist.
-    pub fn of(path: &'a Path) -> Self {
+    pub fn not_found(path: &'a Path) -> Self {
         Self {
             path,
             is_missing: true,
@@ -52,7 +52,7 @@ mod tests {
         let denied = std::io::Error::from(ErrorKind::PermissionDenied);
         for (path, is_told) in [("a/b", true), ("/a/b", false)] {
             let path = Path::new(path);
-            let text = RelativeTo::of(path).to_string();
+            let text = RelativeTo::not_found(path).to_string();
             assert_eq!(
                 text.contains("relative to the current directory, /"),
                 is_told

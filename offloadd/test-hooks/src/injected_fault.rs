@@ -55,7 +55,7 @@ impl InjectedFault {
     }
 
     /// Returns what happens instead of operation `number`.
-    pub fn of(&self, number: u64) -> Option<Instead> {
+    pub fn instead_of(&self, number: u64) -> Option<Instead> {
         let met = self.at == number || self.for_good && self.at < number;
         met.then_some(self.instead)
     }
@@ -97,11 +97,11 @@ mod tests {
     #[test]
     fn words_mean_what_they_say() {
         let once = InjectedFault::parse("EIO@3").unwrap();
-        assert_eq!(once.of(3), Some(Instead::Errno(5)));
-        assert_eq!((once.of(2), once.of(4)), (None, None));
+        assert_eq!(once.instead_of(3), Some(Instead::Errno(5)));
+        assert_eq!((once.instead_of(2), once.instead_of(4)), (None, None));
         let for_good = InjectedFault::parse("short@3+").unwrap();
         assert_eq!(
-            (for_good.of(2), for_good.of(9)),
+            (for_good.instead_of(2), for_good.instead_of(9)),
             (None, Some(Instead::Short))
         );
         for nonsense in ["", "EIO", "EIO@", "EIO@x", "EDOM@1", "kill@-1"] {

@@ -47,7 +47,7 @@ impl RateLimits {
     }
 
     /// Returns the speed of the device with this file name.
-    pub fn of(&self, file_name: &str) -> RateLimit {
+    pub fn for_file(&self, file_name: &str) -> RateLimit {
         let mut named = self.named.iter();
         named
             .find(|(name, _)| file_name.starts_with(name))

@@ -148,7 +148,7 @@ fn define(control: &mut Control, session: &Session) -> Result<(), Fault> {
 /// Returns the next completion's fault, or an error if the daemon hung up.
 fn completion(session: &mut Session) -> Result<u32, FaultKind> {
     for _ in 0..1000 {
-        if let Some(cqe) = session.rings.take().unwrap() {
+        if let Some(cqe) = session.rings.pop().unwrap() {
             return Ok(cqe.fault);
         }
         if readable(&session.received.life_line, Duration::ZERO) {

@@ -206,7 +206,7 @@ fn who_floods_or_sleeps_does_not_double_the_others_latency() {
             while going.load(Ordering::Relaxed) {
                 let _ = flooding.rings.put(&swap_in(0, 0).to_sqe(flooding.epoch));
                 flooding.ring();
-                while let Ok(Some(_)) = flooding.rings.take() {}
+                while let Ok(Some(_)) = flooding.rings.pop() {}
             }
         });
         scope.spawn(|| {

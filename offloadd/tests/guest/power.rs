@@ -132,7 +132,7 @@ fn violation(mut image: Image, acknowledged: u64, contents: &mut Contents) -> Op
         image
             .read(position, extent.offset, &mut bytes)
             .expect("it is memory");
-        if bytes.as_slice() != contents.of(number, tile) {
+        if bytes.as_slice() != contents.tile_bytes(number, tile) {
             return Some(format!("tile {tile} is not that of generation {number}"));
         }
     }
@@ -144,7 +144,7 @@ fn violation(mut image: Image, acknowledged: u64, contents: &mut Contents) -> Op
 struct Contents(HashMap<(u64, u32), Vec<u8>>);
 
 impl Contents {
-    fn of(&mut self, generation: u64, tile: u32) -> &[u8] {
+    fn tile_bytes(&mut self, generation: u64, tile: u32) -> &[u8] {
         let made = self.0.entry((generation, tile));
         made.or_insert_with(|| content(generation, tile))
     }

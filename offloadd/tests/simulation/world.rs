@@ -175,7 +175,7 @@ impl World {
             Ok(()) => core.begin_incarnation(catalog),
             Err(error) => core.begin_reading(&error),
         }
-        Self::of(core, MetadataMove::NotDue, disks, random)
+        Self::from_core(core, MetadataMove::NotDue, disks, random)
     }
 
     /// Starts a daemon; `adopt` runs between recovery and the beginning of the incarnation.
@@ -200,10 +200,15 @@ impl World {
             return Err(Box::new((error.into(), disks)));
         }
         core.begin_incarnation(catalog);
-        Ok(Self::of(core, metadata_move, disks, random))
+        Ok(Self::from_core(core, metadata_move, disks, random))
     }
 
-    fn of(core: Core, metadata_move: MetadataMove, disks: SimDisks, random: SimRandom) -> Self {
+    fn from_core(
+        core: Core,
+        metadata_move: MetadataMove,
+        disks: SimDisks,
+        random: SimRandom,
+    ) -> Self {
         let path_of = |state: DeviceState| {
             let mut positions = 0..disks.count();
             positions.find(|&position| disks.path(position) == state.path)

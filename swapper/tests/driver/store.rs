@@ -111,7 +111,7 @@ fn a_step_in_passes_is_committed_with_the_blob_that_comes_after_it() {
                 .begin_pass(StepProgram::reading(0..toy::UNITS.len()))
                 .unwrap();
             for unit in 0..toy::UNITS.len() {
-                swapper.gather(unit, toy::look).unwrap();
+                swapper.gather(unit, toy::ignore_parts).unwrap();
             }
             swapper.drain().unwrap();
         }

@@ -146,7 +146,7 @@ pub(crate) fn workers() -> Vec<Box<dyn Optimizer<u64>>> {
 }
 
 /// Takes a unit's parameters and ignores them.
-pub(crate) fn look(_: &[Part]) -> Result<(), SwapperError> {
+pub(crate) fn ignore_parts(_: &[Part]) -> Result<(), SwapperError> {
     Ok(())
 }
 

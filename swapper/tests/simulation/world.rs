@@ -360,7 +360,7 @@ impl<'a> Incarnation<'a> {
             }
             Action::Write { tile, slot } => {
                 assert!(self.job.durable);
-                let content = self.take(tile.kind, tile.range, slot);
+                let content = self.borrow_slot(tile.kind, tile.range, slot);
                 self.moves.writes[tile.kind as usize] += 1;
                 self.ios.push(Io::Write(tile, slot));
                 self.check_iodepth();
@@ -378,7 +378,7 @@ impl<'a> Incarnation<'a> {
             }
             Action::Update { range, slots, step } => {
                 for kind in Kind::ALL {
-                    self.take(kind, range, slots[kind]);
+                    self.borrow_slot(kind, range, slots[kind]);
                 }
                 self.updates
                     .push_back((range, slots, self.hypers[step as usize - 1]));
@@ -427,7 +427,7 @@ impl<'a> Incarnation<'a> {
             if empty {
                 self.claim(kind, range, slot);
             } else {
-                self.take(kind, range, slot);
+                self.borrow_slot(kind, range, slot);
             }
         }
         let grad = slots[Kind::Grad].is_some();
@@ -463,7 +463,7 @@ impl<'a> Incarnation<'a> {
     }
 
     /// Takes a slot into use, which must hold the content of `range`.
-    fn take(&mut self, kind: Kind, range: u32, slot: SlotNumber) -> Content {
+    fn borrow_slot(&mut self, kind: Kind, range: u32, slot: SlotNumber) -> Content {
         let slot = &mut self.slots[kind][slot.0 as usize];
         assert!(!slot.away, "a slot is used twice");
         slot.away = true;

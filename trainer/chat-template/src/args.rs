@@ -11,7 +11,7 @@ pub(crate) struct Arguments {
 
 impl Arguments {
     /// Takes a keyword argument out.
-    pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
+    pub(crate) fn remove_keyword(&mut self, name: &str) -> Option<Value> {
         let at = self.keywords.iter().position(|(found, _)| found == name)?;
         Some(self.keywords.remove(at).1)
     }

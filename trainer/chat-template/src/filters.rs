@@ -472,10 +472,10 @@ fn groupby(value: &Value, args: Arguments) -> Result<Value, Error> {
 fn map(value: &Value, mut args: Arguments) -> Result<Value, Error> {
     let items = python::items(value)?;
     let mapped: Result<Vec<Value>, Error> = if args.positional.is_empty() {
-        let Some(by) = args.take("attribute") else {
+        let Some(by) = args.remove_keyword("attribute") else {
             return Err(Error::new("map requires a filter argument"));
         };
-        let default = args.take("default");
+        let default = args.remove_keyword("default");
         let [] = args.bind("map", [])?;
         let by = Getter {
             default,

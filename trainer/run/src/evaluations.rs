@@ -13,7 +13,7 @@ pub struct Evaluations {
 
 impl Evaluations {
     /// Makes the state after `evaluations`, each a step and a loss.
-    pub fn of(evaluations: &[(u64, f64)]) -> Self {
+    pub fn from_steps_and_losses(evaluations: &[(u64, f64)]) -> Self {
         let mut found = Self::default();
         for (step, loss) in evaluations {
             found.add(*step, *loss);
@@ -53,7 +53,8 @@ mod tests {
 
     #[test]
     fn a_loss_has_stalled_after_as_many_evaluations_as_the_patience() {
-        let mut evaluations = Evaluations::of(&[(10, 3.0), (20, 2.0), (30, 2.0)]);
+        let mut evaluations =
+            Evaluations::from_steps_and_losses(&[(10, 3.0), (20, 2.0), (30, 2.0)]);
         assert_eq!(evaluations.lowest(), Some((20, 2.0)));
         assert!(!evaluations.has_stalled(2) && evaluations.has_stalled(1));
         assert!(!evaluations.add(40, f64::NAN));

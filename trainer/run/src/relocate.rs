@@ -116,7 +116,7 @@ pub fn move_to_checkpoint(run_dir: &Path) -> Result<u64, MoveError> {
     drop(private_run(run_dir)?);
     let mut reader = RunReader::open(run_dir, None)?;
     let step = reader.tiles.state.step;
-    let checkpoints = Checkpoints::of(&reader.dir);
+    let checkpoints = Checkpoints::in_run_dir(&reader.dir);
     checkpoints.begin(step, reader.tiles.bytes(), false)?;
     let mut writer = TileWriter::create(&checkpoints.partial(step), 0)?;
     let work = Progress::new("writing the checkpoint", Unit::Bytes, Audience::Person);
@@ -165,7 +165,7 @@ fn private_run(run_dir: &Path) -> Result<(RunDescription, RunDir), MoveError> {
         let store = description.store;
         return Err(MoveError::NoStore { run_dir, store });
     }
-    let (id, _) = RunId::of(&run_dir);
+    let (id, _) = RunId::for_dir(&run_dir);
     let dir = RunDir::open(&run_dir, &id)?;
     let missing = own_files(&description, dir.job_name()).into_iter();
     let missing: Vec<String> = missing

@@ -55,7 +55,7 @@ impl Removal {
     ///
     /// # Errors
     /// There is neither; the run is being trained; the file belongs to an existing run.
-    pub fn of(path: &Path) -> Result<Self, RemoveError> {
+    pub fn find(path: &Path) -> Result<Self, RemoveError> {
         let path = resolved(path);
         if path.is_file() {
             return Self::of_file(&path);
@@ -65,7 +65,7 @@ impl Removal {
         if !is_run && !RunDir::has_only_tokens(&path) {
             return Err(RecordError::NoRun { dir: path }.into());
         }
-        let (id, _) = RunId::of(&path);
+        let (id, _) = RunId::for_dir(&path);
         let dir = RunDir::open(&path, &id)?;
         if !is_run {
             return Ok(Self {
@@ -167,7 +167,7 @@ fn parts(run_dir: &Path) -> Result<(Vec<Removal>, Vec<PathBuf>), RemoveError> {
         _ => false,
     };
     let (here, elsewhere): (Vec<_>, Vec<_>) = dirs.into_iter().partition(is_here);
-    let here = here.iter().map(|dir| Removal::of(dir));
+    let here = here.iter().map(|dir| Removal::find(dir));
     Ok((here.collect::<Result<_, _>>()?, elsewhere))
 }
 

@@ -121,7 +121,7 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    fn of((step, loss): (u64, f64)) -> Self {
+    fn from_step_and_loss((step, loss): (u64, f64)) -> Self {
         Self { step, loss }
     }
 }
@@ -220,7 +220,7 @@ pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
 fn add_run(dir: &Path, runs: &mut Vec<RunEntry>) -> bool {
     match RunDir::described(dir) {
         Ok(None) => return false,
-        Ok(Some(description)) => runs.push(RunEntry::of(dir, &description)),
+        Ok(Some(description)) => runs.push(RunEntry::from_description(dir, &description)),
         Err(error) => runs.push(RunEntry::damaged(dir, error.to_string())),
     }
     true
@@ -290,16 +290,17 @@ impl RunEntry {
         }
     }
 
-    fn of(dir: &Path, description: &RunDescription) -> Self {
+    fn from_description(dir: &Path, description: &RunDescription) -> Self {
         let (layout, files) = (&description.layout, &description.files);
         let model: Option<ModelConfig> = serde_json::from_value(layout["model"].clone()).ok();
         let last = MetricsFile::last(dir);
         let bytes_of = |file: &PathBuf| fs::metadata(file).map(|file| file.len());
-        let checkpoints = Checkpoints::of(dir);
+        let checkpoints = Checkpoints::in_run_dir(dir);
         let evaluations = MetricsFile::evaluations(dir);
         let entries = |checkpoints: Vec<CheckpointDir>| {
             let entries = checkpoints.into_iter();
-            let entries = entries.map(|found| CheckpointEntry::of(found, &evaluations));
+            let entries =
+                entries.map(|found| CheckpointEntry::from_checkpoint(found, &evaluations));
             entries.collect::<Vec<_>>()
         };
         let checkpoints_made = entries(checkpoints.list().unwrap_or_default());
@@ -327,9 +328,14 @@ impl RunEntry {
                 .max(kept_step)
                 .unwrap_or(0),
             steps: setting(&settings, "train.steps"),
-            early_stopped: Evaluations::of(&evaluations).has_stalled(patience),
-            evaluation: evaluations.last().copied().map(Evaluation::of),
-            best_evaluation: Evaluations::of(&evaluations).lowest().map(Evaluation::of),
+            early_stopped: Evaluations::from_steps_and_losses(&evaluations).has_stalled(patience),
+            evaluation: evaluations
+                .last()
+                .copied()
+                .map(Evaluation::from_step_and_loss),
+            best_evaluation: Evaluations::from_steps_and_losses(&evaluations)
+                .lowest()
+                .map(Evaluation::from_step_and_loss),
             kept_step,
             commit_every: commit_every(&settings).filter(|_| !in_dir),
             running: RunDir::is_used(dir),
@@ -412,7 +418,7 @@ fn dir_bytes(dir: &Path, depth: u32) -> u64 {
 }
 
 impl CheckpointEntry {
-    fn of(checkpoint: CheckpointDir, evaluations: &[(u64, f64)]) -> Self {
+    fn from_checkpoint(checkpoint: CheckpointDir, evaluations: &[(u64, f64)]) -> Self {
         let opened = Checkpoint::open(&checkpoint.path, 0);
         let opened = opened.and_then(|opened| opened.check_sizes().map(|()| opened));
         let damaged = opened.as_ref().err().map(ToString::to_string);

@@ -169,12 +169,12 @@ fn resolve(
 ) -> Result<PackageSettings, Vec<SettingsError>> {
     let faults = &mut Faults::default();
     let own = &config.offloadd;
-    let placement = faults.take(placement(&config.zero_optimization, own, ranks));
+    let placement = faults.collect(placement(&config.zero_optimization, own, ranks));
     if let Some(clipping) = config.gradient_clipping {
-        faults.take(not_negative("gradient_clipping", clipping));
+        faults.collect(not_negative("gradient_clipping", clipping));
     }
-    let batch = faults.take(batch_of(config, ranks));
-    let precision = faults.take(precision(config));
+    let batch = faults.collect(batch_of(config, ranks));
+    let precision = faults.collect(precision(config));
     let optimizer = match has_optimizer {
         true => {
             let found = optimizer(
@@ -197,13 +197,13 @@ fn resolve(
     let scheduler = config.scheduler.kind.is_some().then_some(&config.scheduler);
     if let Some(scheduler) = scheduler {
         let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
-        faults.take(schedule_of(scheduler, lr));
+        faults.collect(schedule_of(scheduler, lr));
     }
-    let tensorboard = faults.take(monitor_of(&config.tensorboard, "tensorboard.job_name"));
-    let csv_monitor = faults.take(monitor_of(&config.csv_monitor, "csv_monitor.job_name"));
-    let fp32_gradients = faults.take(fp32_gradients(config));
+    let tensorboard = faults.collect(monitor_of(&config.tensorboard, "tensorboard.job_name"));
+    let csv_monitor = faults.collect(monitor_of(&config.csv_monitor, "csv_monitor.job_name"));
+    let fp32_gradients = faults.collect(fp32_gradients(config));
     let steps_per_print = config.steps_per_print.map(|steps| steps.number());
-    faults.take(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
+    faults.collect(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
     let choices = Choices::new(config, faults);
     let (
         Some(Placement {
@@ -409,7 +409,7 @@ impl Choices {
             words: &[&'static str],
         ) -> Option<&'static str> {
             let words: Vec<_> = words.iter().map(|word| (*word, *word)).collect();
-            faults.take(word(key, given.as_deref(), &words))
+            faults.collect(word(key, given.as_deref(), &words))
         }
         let (own, bf16) = (&config.offloadd, &config.bf16);
         // The first word is the default.
@@ -433,15 +433,15 @@ impl Choices {
         );
         let activations = activations(config, faults);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
-        let moments = faults.take(moments("offloadd.moments", &own.moments, bf16));
-        let master = faults.take(master("offloadd.master", &own.master, bf16));
-        let resident_fraction = faults.take(fraction(
+        let moments = faults.collect(moments("offloadd.moments", &own.moments, bf16));
+        let master = faults.collect(master("offloadd.master", &own.master, bf16));
+        let resident_fraction = faults.collect(fraction(
             "offloadd.resident_fraction",
             own.resident_fraction.unwrap_or(0.0),
         ));
         let staging_bytes =
-            faults.take(bytes("offloadd.staging_bytes", own.staging_bytes.as_ref()));
-        let unit_bytes_max = faults.take(bytes(
+            faults.collect(bytes("offloadd.staging_bytes", own.staging_bytes.as_ref()));
+        let unit_bytes_max = faults.collect(bytes(
             "offloadd.unit_bytes_max",
             own.unit_bytes_max.as_ref(),
         ));
@@ -449,7 +449,7 @@ impl Choices {
             ("offloadd.commit_every", own.commit_every),
             ("offloadd.update_threads", own.update_threads),
         ] {
-            faults.take(at_least(key, number.unwrap_or(1), 1));
+            faults.collect(at_least(key, number.unwrap_or(1), 1));
         }
         if let Some(program) = &own.program
             && !program.is_file()
@@ -489,7 +489,7 @@ fn activations(config: &PackageToml, faults: &mut Faults) -> Option<&'static str
         return None;
     }
     let given = own.or(asked.then_some("cpu"));
-    faults.take(word(KEY, given, &[("gpu", "gpu"), ("cpu", "cpu")]))
+    faults.collect(word(KEY, given, &[("gpu", "gpu"), ("cpu", "cpu")]))
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ pub trait Typed {
 
 impl Kind {
     /// Kind of a value that is parsed as `T`.
-    pub(crate) const fn of<T: DeserializeOwned>(words: &'static str) -> Self {
+    pub(crate) const fn parsed_as<T: DeserializeOwned>(words: &'static str) -> Self {
         Self {
             words,
             accepts: |value| T::deserialize(value).is_ok(),
@@ -69,7 +69,7 @@ impl<T: Typed> Typed for Option<T> {
 macro_rules! typed {
     ($($type:ty = $words:literal;)*) => { $(
         impl $crate::schema::Typed for $type {
-            const KIND: $crate::schema::Kind = $crate::schema::Kind::of::<$type>($words);
+            const KIND: $crate::schema::Kind = $crate::schema::Kind::parsed_as::<$type>($words);
         }
     )* };
 }

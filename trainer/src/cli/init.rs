@@ -213,7 +213,7 @@ impl Draft<'_> {
         self.micro_batch = self.step_sequences;
         self.epoch_steps = windows.div_ceil(self.step_sequences);
         self.has_completions =
-            Corpus::find(&settings.data, &Frame::of(&settings))?.has_completions();
+            Corpus::find(&settings.data, &Frame::from_settings(&settings))?.has_completions();
         self.validation_fraction = match windows {
             WINDOWS_FOR_2_PERCENT.. => 0.02,
             WINDOWS_FOR_10_PERCENT.. => 0.1,

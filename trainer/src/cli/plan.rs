@@ -267,7 +267,7 @@ fn plan_run(
             warnings.extend(plan.check_space(settings, &run_dir, Beginning::found(&run_dir))?);
         }
         if let Some(socket) = &settings.offload.socket {
-            let job = RunId::of(&run_dir).0.job;
+            let job = RunId::for_dir(&run_dir).0.job;
             let checked = Daemon::connect(socket)
                 .map_err(PlanError::Daemon)
                 .and_then(|daemon| plan.check_daemon(&daemon, &job));

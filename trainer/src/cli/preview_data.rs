@@ -14,7 +14,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// Tokenizes the data into the cache that the run will use, and prints the first samples.
 pub(crate) fn preview(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
     check_drives(settings)?;
-    let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
+    let corpus = Corpus::find(&settings.data, &Frame::from_settings(settings))?;
     outln!("{}", corpus.describe());
     corpus.prepare(settings, &mut |note| outln!("{note}"))?;
     let data = corpus.open(settings)?;

@@ -28,7 +28,7 @@ pub struct RemoveArgs {
 /// # Errors
 /// The removal fails, or there is no terminal to ask on.
 pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<u8> {
-    let removal = Removal::of(&args.run)?;
+    let removal = Removal::find(&args.run)?;
     outln!("this permanently deletes:\n{removal}");
     if !args.yes && !agreed()? {
         outln!("nothing was deleted");

@@ -27,7 +27,7 @@ impl Default for Fingerprint {
 
 impl Fingerprint {
     /// Returns the fingerprint of `bytes`.
-    pub fn of(bytes: &[u8]) -> u64 {
+    pub fn compute(bytes: &[u8]) -> u64 {
         let mut fingerprint = Self::default();
         fingerprint.add(bytes);
         fingerprint.finish()
@@ -85,7 +85,7 @@ mod tests {
                 cut.add(&bytes[..first]);
                 cut.add(&bytes[first..second]);
                 cut.add(&bytes[second..]);
-                assert_eq!(cut.finish(), Fingerprint::of(&bytes));
+                assert_eq!(cut.finish(), Fingerprint::compute(&bytes));
             }
         }
     }
@@ -93,15 +93,15 @@ mod tests {
     #[test]
     fn every_bit_and_the_length_change_the_fingerprint() {
         let bytes = vec![0u8; 33];
-        let mut seen = std::collections::HashSet::from([Fingerprint::of(&bytes)]);
+        let mut seen = std::collections::HashSet::from([Fingerprint::compute(&bytes)]);
         for bit in 0..33 * 8 {
             let mut flipped = bytes.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            assert!(seen.insert(Fingerprint::of(&flipped)), "bit {bit}");
+            assert!(seen.insert(Fingerprint::compute(&flipped)), "bit {bit}");
         }
         for length in 0..33 {
             assert!(
-                seen.insert(Fingerprint::of(&bytes[..length])),
+                seen.insert(Fingerprint::compute(&bytes[..length])),
                 "length {length}"
             );
         }

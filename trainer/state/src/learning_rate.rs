@@ -202,7 +202,7 @@ pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
             };
             test.min_lr * (1.0 + test.step_rate * intervals)
         }
-        LrSchedule::OneCycle(cycle) => match Phase::of(cycle, step) {
+        LrSchedule::OneCycle(cycle) => match Phase::at_step(cycle, step) {
             Phase::Cycle(height) => cycle.min_lr + (cycle.max_lr - cycle.min_lr) * height,
             Phase::Decay(intervals) => cycle.min_lr / (1.0 + cycle.decay_lr_rate * intervals),
         },
@@ -251,7 +251,7 @@ pub fn betas(schedule: &LrSchedule, step: u64) -> Option<[f64; 2]> {
         decay_rate,
     } = cycle.momentum?;
     // In its first step, a cycle has the minimum of both.
-    let momentum = match Phase::of(cycle, step) {
+    let momentum = match Phase::at_step(cycle, step) {
         Phase::Cycle(_) if step == 1 => min,
         Phase::Cycle(height) => max - (max - min) * height,
         Phase::Decay(intervals) => max * (1.0 + decay_rate * intervals),
@@ -296,7 +296,7 @@ enum Phase {
 }
 
 impl Phase {
-    fn of(cycle: &OneCycle, step: u64) -> Self {
+    fn at_step(cycle: &OneCycle, step: u64) -> Self {
         let (first, second) = (cycle.first_steps as f64, cycle.second_steps as f64);
         let total = cycle.first_steps + cycle.second_steps;
         let gone = step - 1;

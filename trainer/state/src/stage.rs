@@ -29,7 +29,7 @@ pub enum Stage {
 
 impl Stage {
     /// Returns the stage with DeepSpeed's number; `None` if there is none.
-    pub fn of(number: u64) -> Option<Self> {
+    pub fn from_number(number: u64) -> Option<Self> {
         [
             Self::Nothing,
             Self::State,
@@ -74,9 +74,9 @@ mod tests {
     #[test]
     fn a_stage_has_deepspeeds_number() {
         for number in 0..4 {
-            assert_eq!(Stage::of(number).map(Stage::number), Some(number));
+            assert_eq!(Stage::from_number(number).map(Stage::number), Some(number));
         }
-        assert_eq!(Stage::of(4), None);
-        assert_eq!(Stage::of(u64::MAX), None);
+        assert_eq!(Stage::from_number(4), None);
+        assert_eq!(Stage::from_number(u64::MAX), None);
     }
 }

@@ -96,7 +96,7 @@ impl LauncherStore {
     ///
     /// # Errors
     /// The store is gone.
-    pub fn take(&self, key: &str) -> Result<bool, CollectiveError> {
+    pub fn claim(&self, key: &str) -> Result<bool, CollectiveError> {
         Ok(self.store.add(key, 1)? == 1)
     }
 

@@ -92,7 +92,7 @@ impl Consumer {
     }
 
     /// Takes the oldest entry; `None` when there is none.
-    pub fn take<R: SharedRing>(&mut self, ring: &R) -> Result<Option<R::Entry>, RingError> {
+    pub fn pop<R: SharedRing>(&mut self, ring: &R) -> Result<Option<R::Entry>, RingError> {
         if self.ready(ring)? == 0 {
             return Ok(None);
         }

@@ -59,8 +59,8 @@ impl DaemonRings {
     }
 
     /// Takes a copy of the oldest submission, unchecked. An error means that the peer violated the protocol.
-    pub fn take(&mut self) -> Result<Option<Sqe>, RingError> {
-        self.submissions.take(&Submissions(&self.map))
+    pub fn pop(&mut self) -> Result<Option<Sqe>, RingError> {
+        self.submissions.pop(&Submissions(&self.map))
     }
 
     /// Puts a completion. [`RingError::Full`] means that the peer has more operations in flight than it was granted.
@@ -110,8 +110,8 @@ impl ProcessRings {
     }
 
     /// Takes the oldest completion.
-    pub fn take(&mut self) -> Result<Option<Cqe>, RingError> {
-        self.completions.take(&Completions(&self.map))
+    pub fn pop(&mut self) -> Result<Option<Cqe>, RingError> {
+        self.completions.pop(&Completions(&self.map))
     }
 
     /// Completions that can be taken.

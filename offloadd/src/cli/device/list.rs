@@ -84,7 +84,7 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
     let lines = core.device_states().into_iter().zip(wear);
     let lines = lines.map(|(state, wear)| Line {
         worn_bytes: wear.before.written_bytes,
-        rated_bytes: ratings.of(&state.path),
+        rated_bytes: ratings.rated_bytes(&state.path),
         trouble: None,
         moving_bytes_per_s: None,
         rebalance_bytes_per_s_max: (config.rebalance_bytes_per_s_max)

@@ -217,7 +217,7 @@ impl DeviceTable {
     /// Reserves space for the areas of all jobs on one device, each contiguous.
     fn reserve_new_metadata_device(&self, trial: &mut Space, jobs: &JobTable) -> Result<(), Fault> {
         for (extent, bytes) in self.find_new_metadata_device(trial, jobs)? {
-            assert!(trial.take(extent, bytes), "just found free");
+            assert!(trial.allocate(extent, bytes), "just found free");
         }
         Ok(())
     }

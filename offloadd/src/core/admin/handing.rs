@@ -133,7 +133,7 @@ impl Admin {
         let checked = admission.check_adopted(state, job, indices, already, &numbers)?;
         let mut space = self.devices.space.clone();
         for kept in checked.kept_room() {
-            if !space.take(kept.extent, kept.bytes) {
+            if !space.allocate(kept.extent, kept.bytes) {
                 return Err(format!(
                     "{} of {} bytes at {} of {} is not free",
                     kept.name,

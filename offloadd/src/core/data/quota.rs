@@ -68,7 +68,7 @@ impl Admission<'_> {
     /// Returns the quotas of the user and of the job.
     fn quotas_of<'a>(&self, key: &'a JobKey) -> [(QuotaHolder<'a>, Quota); 2] {
         [
-            (QuotaHolder::User(key.uid), self.quotas.of(key.uid)),
+            (QuotaHolder::User(key.uid), self.quotas.for_user(key.uid)),
             (
                 QuotaHolder::Job(key),
                 self.quotas.of_job(key.uid, &key.name),
@@ -108,7 +108,7 @@ impl Admission<'_> {
     pub(in crate::core) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
         let free = self.arena_free_bytes();
         let whose = QuotaHolder::User(peer.uid);
-        match self.quotas.of(peer.uid).host_bytes_max {
+        match self.quotas.for_user(peer.uid).host_bytes_max {
             Some(max) => free.min(max.saturating_sub(self.held(whose).host_bytes)),
             None => free,
         }
@@ -117,7 +117,7 @@ impl Admission<'_> {
     /// Bytes that a new job of `peer` may reserve where the devices have `free_bytes`.
     pub(in crate::core) fn device_free_bytes_of(&self, peer: Peer, free_bytes: u64) -> u64 {
         let held_bytes = || self.held_on_devices(QuotaHolder::User(peer.uid));
-        match self.quotas.of(peer.uid).device_bytes_max {
+        match self.quotas.for_user(peer.uid).device_bytes_max {
             Some(max) => free_bytes.min(max.saturating_sub(held_bytes())),
             None => free_bytes,
         }
@@ -132,7 +132,7 @@ impl Admission<'_> {
 
     /// Limit of a user's sessions.
     fn sessions_max_of(&self, uid: u32) -> u32 {
-        let quota = self.quotas.of(uid).sessions_max;
+        let quota = self.quotas.for_user(uid).sessions_max;
         quota.unwrap_or(self.limits.sessions_a_user())
     }
 
@@ -267,7 +267,7 @@ impl Admission<'_> {
 
     /// Checks that a user with `held` jobs in the catalog may have one more.
     pub(in crate::core) fn admit_job(&self, key: &JobKey, held: usize) -> Result<(), Fault> {
-        let max = (self.quotas.of(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
+        let max = (self.quotas.for_user(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
         if held < max as usize {
             return Ok(());
         }

@@ -120,7 +120,7 @@ impl Space {
 
     /// Takes a range. Returns `false` when it is not entirely free or there is no such device.
     #[must_use]
-    pub fn take(&mut self, extent: Extent, bytes: u64) -> bool {
+    pub fn allocate(&mut self, extent: Extent, bytes: u64) -> bool {
         let Some(device) = self.devices.get_mut(extent.device.0 as usize) else {
             return false;
         };
@@ -223,7 +223,7 @@ impl Space {
         area: &Area,
         extents: &[[Extent; 2]],
     ) -> bool {
-        self.take(self.area_extent(area), area.bytes())
+        self.allocate(self.area_extent(area), area.bytes())
             && definition
                 .tiles()
                 .iter()
@@ -232,7 +232,7 @@ impl Space {
                     let copies = definition.extents(tile);
                     extents[..copies]
                         .iter()
-                        .all(|extent| self.take(*extent, u64::from(tile.tile_bytes)))
+                        .all(|extent| self.allocate(*extent, u64::from(tile.tile_bytes)))
                         && (copies == 2 || extents[0] == extents[1])
                 })
     }
@@ -341,7 +341,7 @@ impl Space {
             device: DeviceIndex(device as u32),
             offset,
         };
-        assert!(self.take(extent, bytes));
+        assert!(self.allocate(extent, bytes));
         Some(offset)
     }
 }

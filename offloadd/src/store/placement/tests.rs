@@ -33,7 +33,7 @@ fn where_ranges_would_lie_is_where_they_are_taken() {
         for nth in 0..8 {
             let offset = DATA_OFFSET + number(nth) % 64 * 4096;
             // Takes nothing where another extent lies already.
-            let _ = space.take(Extent { device, offset }, 4096);
+            let _ = space.allocate(Extent { device, offset }, 4096);
         }
         let count = 1 + number(20) % 9;
         let sizes: Vec<u64> = (0..count)
@@ -60,7 +60,7 @@ fn records_without_space_in_one_piece_are_named() {
         device: DeviceIndex(0),
         offset: DATA_OFFSET + blocks_bytes - 4096,
     };
-    assert!(parted.take(middle, 8192));
+    assert!(parted.allocate(middle, 8192));
     let no_room = parted.reserve(&definition, 1).unwrap_err();
     assert_eq!(no_room.no_area, Some((area_bytes, blocks_bytes - 4096)));
     let no_room = space([(4096, 0), (1 << 30, 0)])

@@ -168,7 +168,7 @@ impl Session {
     pub(crate) fn complete(&mut self) -> Cqe {
         let end = Instant::now() + Duration::from_secs(60);
         loop {
-            if let Some(cqe) = self.rings.take().unwrap() {
+            if let Some(cqe) = self.rings.pop().unwrap() {
                 return cqe;
             }
             assert!(Instant::now() < end, "no completion in a minute");

@@ -148,7 +148,7 @@ fn what_is_submitted_while_no_daemon_runs_is_served_once_by_the_next() {
     tickets.sort_unstable();
     assert_eq!(tickets, [100, 203]);
     assert!(
-        session.rings.take().unwrap().is_none(),
+        session.rings.pop().unwrap().is_none(),
         "nothing comes twice"
     );
     // The daemon after that one repeats none of it.

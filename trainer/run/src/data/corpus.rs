@@ -75,7 +75,7 @@ pub struct Frame<'a> {
 
 impl<'a> Frame<'a> {
     /// Takes the values from a run's settings.
-    pub fn of(settings: &'a RunSettings) -> Self {
+    pub fn from_settings(settings: &'a RunSettings) -> Self {
         Self {
             model_dir: settings.model_dir.as_deref(),
             vocab_size: settings.model.vocab_size as u64,
@@ -172,7 +172,12 @@ impl Corpus {
         {
             let entries = 0..part.entries.len();
             for entry in entries {
-                let first = first(part.found.of(entry), part.setting, any_bytes, skips)?;
+                let first = first(
+                    part.found.sources_of_entry(entry),
+                    part.setting,
+                    any_bytes,
+                    skips,
+                )?;
                 part.kind = part.kind.or(first.map(|first| first.kind));
                 let records = first.and_then(|first| first.records);
                 if let Some(records) = records.filter(|records| !part.records.contains(records)) {

@@ -47,7 +47,7 @@ pub(super) struct Finding {
 }
 
 impl Finding {
-    pub(super) fn of(kind: Kind, is_wrong: bool, example: String) -> Self {
+    pub(super) fn new(kind: Kind, is_wrong: bool, example: String) -> Self {
         Self {
             kind,
             is_wrong,
@@ -209,7 +209,7 @@ mod tests {
         for number in 0..1000 {
             let place = format!("chats.jsonl, line {number}");
             let mut add = |kind, is_wrong, example: &str| {
-                found.add(Finding::of(kind, is_wrong, example.repeat(100)), &place);
+                found.add(Finding::new(kind, is_wrong, example.repeat(100)), &place);
             };
             add(Kind::Answers, number % 2 == 1, "ü");
             add(Kind::Tools, false, "");

@@ -27,7 +27,7 @@ pub struct Length {
 /// # Errors
 /// The files or the tokenizer cannot be read.
 pub fn length(settings: &RunSettings) -> Result<Length, DataError> {
-    let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
+    let corpus = Corpus::find(&settings.data, &Frame::from_settings(settings))?;
     if let Ok(data) = corpus.open(settings) {
         return Ok(Length {
             windows: data.windows(),

@@ -172,7 +172,7 @@ fn make(
                     }
                     // Other passes would count it again.
                     if pass == 0 {
-                        skipped.add(Finding::of(Kind::Records, true, message), &place);
+                        skipped.add(Finding::new(Kind::Records, true, message), &place);
                     }
                     Ok(())
                 };
@@ -205,7 +205,7 @@ fn make(
                     };
                     let starts = next.piece.after.is_none();
                     match before.replace(next) {
-                        Some(whole) => making.take(Whole {
+                        Some(whole) => making.add(Whole {
                             ends: starts,
                             ..whole
                         }),
@@ -221,7 +221,7 @@ fn make(
         first += used;
     }
     if let Some(whole) = before {
-        making.take(whole)?;
+        making.add(whole)?;
     }
     making.tokenize()?;
     making.packer.finish()?;
@@ -287,7 +287,7 @@ struct Making<'c, 'w, 'f> {
 }
 
 impl Making<'_, '_, '_> {
-    fn take(&mut self, whole: Whole) -> Result<(), DataError> {
+    fn add(&mut self, whole: Whole) -> Result<(), DataError> {
         self.batch_bytes += whole.piece.bytes;
         self.batch.push(whole);
         if self.batch_bytes >= BATCH_BYTES || self.batch.len() >= BATCH_DOCUMENTS {
@@ -319,7 +319,7 @@ impl Making<'_, '_, '_> {
             } = match encoded {
                 Ok(encoded) => encoded,
                 Err(message) if is_record && corpus.on_bad_record == OnBadRecord::Skip => {
-                    let finding = Finding::of(Kind::Records, true, message);
+                    let finding = Finding::new(Kind::Records, true, message);
                     self.packer.writer().findings().add(finding, place);
                     continue;
                 }
@@ -338,7 +338,10 @@ impl Making<'_, '_, '_> {
             if is_record && last.len() > 1 {
                 let is_wrong =
                     earlier.is_empty() && last[1..].iter().all(|id| id & NOT_COUNTED != 0);
-                found.add(Finding::of(Kind::Documents, is_wrong, String::new()), place);
+                found.add(
+                    Finding::new(Kind::Documents, is_wrong, String::new()),
+                    place,
+                );
             }
             for ids in earlier {
                 self.packer.begin(held, place);

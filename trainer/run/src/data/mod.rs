@@ -138,7 +138,7 @@ impl Data {
                 None => header.fingerprint,
                 Some(eval) => {
                     let prints = [header.fingerprint, eval.header().fingerprint];
-                    Fingerprint::of(&prints.map(u64::to_le_bytes).concat())
+                    Fingerprint::compute(&prints.map(u64::to_le_bytes).concat())
                 }
             },
             tokens: headers()

@@ -243,7 +243,7 @@ impl<'w, 'f> Packer<'w, 'f> {
 
     /// Notes that a window is left out.
     fn leave_out(&mut self) {
-        let finding = Finding::of(Kind::Windows, true, String::new());
+        let finding = Finding::new(Kind::Windows, true, String::new());
         let place = format!("up to {}", self.source);
         self.writer.findings().add(finding, &place);
     }

@@ -118,7 +118,7 @@ impl Numbers {
         }
     }
 
-    fn of(dtype: Dtype) -> Self {
+    fn from_dtype(dtype: Dtype) -> Self {
         match dtype {
             Dtype::Bf16 => Self::Bf16,
             Dtype::Fp16 => Self::Fp16,
@@ -143,7 +143,9 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     }
     let mut reader = RunReader::open(&export.run_dir, export.checkpoint.clone())?;
     let partial = Partial::make(&export.out)?;
-    let numbers = export.numbers.unwrap_or(Numbers::of(reader.record.dtype));
+    let numbers = export
+        .numbers
+        .unwrap_or(Numbers::from_dtype(reader.record.dtype));
     let (files, bytes) = write_weights(
         &mut reader,
         &partial.path,
@@ -221,7 +223,7 @@ fn write_weights(
 
 /// Writes `config.json` and copies the other files that the model came with.
 fn write_rest(reader: &RunReader, dir: &Path, element: Element) -> Result<(), ExportError> {
-    let kept = ModelFiles::of(&reader.dir);
+    let kept = ModelFiles::in_run_dir(&reader.dir);
     let dtype = element.torch_word();
     let config = config_json(&reader.record.model, dtype, kept.config());
     write_file(&dir.join("config.json"), &pretty(&json!(config)))?;

@@ -20,7 +20,7 @@ pub struct OwnExport {
 
 impl OwnExport {
     /// Reads what the run in `run_dir` exported last.
-    pub fn of(run_dir: &Path) -> Option<Self> {
+    pub fn read(run_dir: &Path) -> Option<Self> {
         let text = fs::read(run_dir.join(NAME)).ok()?;
         serde_json::from_slice(&text).ok()
     }
@@ -34,7 +34,7 @@ impl OwnExport {
     /// # Errors
     /// It cannot be renamed.
     pub fn set_aside(run_dir: &Path, out: &Path, step: u64) -> Result<(), ExportError> {
-        let own = Self::of(run_dir).filter(|own| own.is_at(out) && own.step < step);
+        let own = Self::read(run_dir).filter(|own| own.is_at(out) && own.step < step);
         let Some(own) = own.filter(|_| out.symlink_metadata().is_ok()) else {
             return Ok(());
         };

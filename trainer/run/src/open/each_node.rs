@@ -46,7 +46,7 @@ impl EachNode {
                 return Ok(None);
             }
             RunDir::wait_until_unused(&resolved(&settings.train.run_dir))?;
-            Ok(Some(Held::of(whole_dir)?))
+            Ok(Some(Held::read(whole_dir)?))
         })?;
         let held = ranks.together::<_, RunError>("copying the run's files to all nodes", || {
             let Some(own) = held else {

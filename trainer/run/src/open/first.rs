@@ -124,7 +124,7 @@ pub(super) struct Staged {
 
 impl Staged {
     /// Staged weights of the run in `run_dir`; they need not exist yet.
-    pub(super) fn of(run_dir: &Path) -> Self {
+    pub(super) fn in_run_dir(run_dir: &Path) -> Self {
         Self {
             dir: first_weights_dir(run_dir),
         }

@@ -18,7 +18,9 @@ use training_state::store::StoreFiles;
 /// Returns the newest checkpoint of the run in `run_dir` if it has kept its state only in checkpoints.
 pub(super) fn checkpoint_of_memory(run_dir: &Path) -> Result<Option<PathBuf>, RunError> {
     match RunDir::described(run_dir)? {
-        Some(earlier) if earlier.store == STORE_IN_DIR => Ok(Checkpoints::of(run_dir).newest()?),
+        Some(earlier) if earlier.store == STORE_IN_DIR => {
+            Ok(Checkpoints::in_run_dir(run_dir).newest()?)
+        }
         _ => Ok(None),
     }
 }

@@ -106,7 +106,7 @@ impl Prepared {
             }
             (None, None) => {}
         }
-        let staged = Staged::of(run.dir.path());
+        let staged = Staged::in_run_dir(run.dir.path());
         let first = if resumed {
             let was = run.dir.earlier().map(|earlier| earlier.first_weights);
             let note = self
@@ -512,7 +512,7 @@ fn record(
     if let (Some(settings), Some(_)) = (settings, first) {
         let tokenizer = tokenizer_dir(settings);
         let model = settings.model_dir.as_deref();
-        ModelFiles::of(dir.path()).keep(model, tokenizer)?;
+        ModelFiles::in_run_dir(dir.path()).keep(model, tokenizer)?;
     }
     reach(Point::Describing);
     Ok(dir.describe(&description)?)

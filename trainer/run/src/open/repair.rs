@@ -36,7 +36,7 @@ pub fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Result<(),
         Err(DirError::Damaged { message, .. }) => Some(message),
         Err(error) => return Err(error.into()),
     };
-    let (id, _) = RunId::of(&run_dir);
+    let (id, _) = RunId::for_dir(&run_dir);
     let dir = RunDir::open(&run_dir, &id)?;
     let what = match damaged {
         Some(message) => {
@@ -79,7 +79,7 @@ fn layout_of(
     files: &StoreFiles,
 ) -> Result<Option<(Value, u32, &'static str)>, RunError> {
     if !settings.placement.has_store() {
-        let Some(checkpoint) = Checkpoints::of(dir.path()).newest()? else {
+        let Some(checkpoint) = Checkpoints::in_run_dir(dir.path()).newest()? else {
             return Ok(None);
         };
         let layout = Checkpoint::open(&checkpoint, 0)?.description.layout;

@@ -52,7 +52,7 @@ impl Found {
     /// # Errors
     /// `run.json` cannot be read.
     pub fn in_dir(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
-        let (id, origin) = RunId::of(dir);
+        let (id, origin) = RunId::for_dir(dir);
         let earlier = match RunDir::described(dir) {
             // A fresh start removes the file, so it need not be readable.
             Err(_) if is_fresh => None,
@@ -94,7 +94,7 @@ impl Site {
     }
 
     pub fn checkpoints(&self) -> Checkpoints {
-        Checkpoints::of(&self.whole_dir)
+        Checkpoints::in_run_dir(&self.whole_dir)
     }
 
     /// Whether this rank manages a directory with checkpoints: the first rank, or the first one of each node.

@@ -106,7 +106,7 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
                 words.push(format!("zero_optimization.{key}.device = \"{word}\"{path}"));
             }
         }
-        let changed = place.of(settings);
+        let changed = place.apply_to(settings);
         if place == Place::DrivesAndHost && now.resident_fraction != ResidentFraction::Auto {
             words.push("offload.resident_fraction = \"auto\"".into());
         }

@@ -79,7 +79,7 @@ pub struct Figure {
 
 impl Figure {
     /// Returns the first available of `given`, `measured` and `assumed`.
-    fn of(given: Option<f64>, measured: Option<f64>, assumed: f64) -> Self {
+    fn first_known(given: Option<f64>, measured: Option<f64>, assumed: f64) -> Self {
         let (value, source) = match (given, measured) {
             (Some(value), _) => (value, Source::Given),
             (None, Some(value)) => (value, Source::Measured),
@@ -211,24 +211,32 @@ impl Hardware {
             drives_count,
             drive_rating_bytes: overrides.drive_rating_bytes,
             products_tflops: tflops,
-            tflops: Figure::of(overrides.tflops, measured.tflops_on(gpu.is_some()), tflops),
-            read_bytes_per_s: Figure::of(
+            tflops: Figure::first_known(
+                overrides.tflops,
+                measured.tflops_on(gpu.is_some()),
+                tflops,
+            ),
+            read_bytes_per_s: Figure::first_known(
                 overrides.read_bytes_per_s,
                 measured.read_bytes_per_s,
                 drives * DRIVE_READ_BYTES_PER_S,
             ),
-            write_bytes_per_s: Figure::of(
+            write_bytes_per_s: Figure::first_known(
                 overrides.write_bytes_per_s,
                 measured.write_bytes_per_s,
                 drives * DRIVE_WRITE_BYTES_PER_S,
             ),
-            checkpoint_bytes_per_s: Figure::of(
+            checkpoint_bytes_per_s: Figure::first_known(
                 None,
                 measured.checkpoint_bytes_per_s,
                 DRIVE_WRITE_BYTES_PER_S,
             ),
-            update_params_per_s: Figure::of(None, None, UPDATE_PARAMS_PER_S * cores as f64),
-            network_bytes_per_s: Figure::of(
+            update_params_per_s: Figure::first_known(
+                None,
+                None,
+                UPDATE_PARAMS_PER_S * cores as f64,
+            ),
+            network_bytes_per_s: Figure::first_known(
                 overrides.network_bytes_per_s,
                 None,
                 NETWORK_BYTES_PER_S,
@@ -258,7 +266,7 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
     GpuHardware {
         name: "as given".to_owned(),
         memory_bytes,
-        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
         no_cudnn: Some("the GPU's architecture is not known".to_owned()),
     }
 }
@@ -271,7 +279,7 @@ fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError
     Ok(GpuHardware {
         name: gpu.info().name.clone(),
         memory_bytes: gpu.free_bytes()?,
-        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
         no_cudnn: support.no_cudnn,
     })
 }

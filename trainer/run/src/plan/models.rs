@@ -65,8 +65,8 @@ fn row(name: String, model: &ModelConfig) -> Row {
     let planned = |place: Place, settings: &RunSettings| {
         PlaceReport::new(place, &Plan::new(settings, hardware.clone()).unwrap())
     };
-    let report = |place: Place| planned(place, &place.of(&settings));
-    let mut farthest = Place::Drives.of(&settings);
+    let report = |place: Place| planned(place, &place.apply_to(&settings));
+    let mut farthest = Place::Drives.apply_to(&settings);
     farthest.offload.gradients = GradientsChoice::Nvme;
     farthest.offload.activations = ActivationsChoice::Cpu;
     Row {

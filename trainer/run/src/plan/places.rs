@@ -65,7 +65,7 @@ impl Place {
 
     /// Returns `settings` with their state in this place, divided among the ranks. The plan chooses what they
     /// say about another place.
-    pub(super) fn of(self, settings: &RunSettings) -> RunSettings {
+    pub(super) fn apply_to(self, settings: &RunSettings) -> RunSettings {
         let mut there = settings.clone();
         let [param, optimizer] = self.tiers();
         let resident_fraction = match self {
@@ -175,7 +175,7 @@ pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
         // Without a GPU, these places are host memory.
         .filter(|place| !matches!(place, Place::Gpu | Place::HostAndGpu) || hardware.gpu.is_some())
         .filter_map(|place| {
-            let settings = place.of(settings);
+            let settings = place.apply_to(settings);
             // Settings that cannot be planned fail in every place, and the run's own plan reports the error.
             let plan = Plan::new(&settings, hardware.clone()).ok()?;
             // With all or nothing in GPU memory it is another place.

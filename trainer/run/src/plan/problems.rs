@@ -189,7 +189,7 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
 /// Checks free space for a private store in directories that exist on this machine. A running daemon manages
 /// its own space.
 fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let id = RunId::of(&resolved(&settings.train.run_dir)).0;
+    let id = RunId::for_dir(&resolved(&settings.train.run_dir)).0;
     let error = plan.store_files(settings, &id.job)?.check_space().err()?;
     let text = error.to_string();
     let (what, change) = text

@@ -88,7 +88,7 @@ impl Plan {
     ) -> Result<Option<String>, PlanError> {
         let run_dir = resolved(&settings.train.run_dir);
         let free_bytes = |dir: &Path| free_bytes(dir).map_err(unreadable(dir));
-        let wanted = Wanted::of(self, settings, whole_dir, beginning)?;
+        let wanted = Wanted::for_start(self, settings, whole_dir, beginning)?;
         let number = file_system(&run_dir).map_err(unreadable(&run_dir))?;
         let mut there = FileSystem {
             dir: run_dir.clone(),
@@ -100,7 +100,7 @@ impl Plan {
             checkpoint_bytes: wanted.all_bytes(),
         };
         let mut others = Vec::new();
-        let files = self.store_files(settings, &RunId::of(&run_dir).0.job);
+        let files = self.store_files(settings, &RunId::for_dir(&run_dir).0.job);
         for space in files.iter().flat_map(StoreFiles::space_needed) {
             if space.system == number {
                 there.store_bytes = space.needed_bytes;
@@ -158,7 +158,7 @@ fn unreadable(dir: &Path) -> impl FnOnce(std::io::Error) -> DirError {
 
 /// Bytes of checkpoints that a start removes from the run directory before it writes there.
 fn removed_bytes(run_dir: &Path, beginning: Beginning) -> Result<u64, CheckpointError> {
-    let checkpoints = Checkpoints::of(run_dir);
+    let checkpoints = Checkpoints::in_run_dir(run_dir);
     let earlier = match beginning {
         Beginning::Fresh => checkpoints.bytes()?,
         Beginning::Resumed | Beginning::Checkpoint => 0,
@@ -216,7 +216,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn of(
+    fn for_start(
         plan: &Plan,
         settings: &RunSettings,
         run_dir: &Path,
@@ -225,7 +225,7 @@ impl Wanted {
         let train = &settings.train;
         let (step, there) = match beginning {
             Beginning::Resumed => {
-                let there = Checkpoints::of(run_dir).list()?.len();
+                let there = Checkpoints::in_run_dir(run_dir).list()?.len();
                 (MetricsFile::last_step(run_dir), there as u64)
             }
             Beginning::Checkpoint | Beginning::Fresh => (0, 0),

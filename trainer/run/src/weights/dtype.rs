@@ -16,7 +16,7 @@ pub(crate) fn stored_element(dir: &Path) -> Option<Element> {
     };
     let mut counts: BTreeMap<&str, (usize, Element)> = BTreeMap::new();
     for tensor in Opened::open(&path).ok()?.tensors {
-        if let Some(element) = Element::of(tensor.dtype) {
+        if let Some(element) = Element::from_dtype(tensor.dtype) {
             let numbers: usize = tensor.shape.iter().product();
             counts.entry(element.word()).or_insert((0, element)).0 += numbers;
         }

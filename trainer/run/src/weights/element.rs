@@ -14,7 +14,7 @@ pub(crate) enum Element {
 impl Element {
     /// Returns the type for a file's. Others are refused: fp64 would lose bits, the rest are not
     /// full-precision weights.
-    pub(super) fn of(dtype: Dtype) -> Option<Self> {
+    pub(super) fn from_dtype(dtype: Dtype) -> Option<Self> {
         match dtype {
             Dtype::F32 => Some(Self::Fp32),
             Dtype::BF16 => Some(Self::Bf16),

@@ -297,7 +297,7 @@ fn check(file: &Opened, tensor: &Tensor, shape: &[usize]) -> Result<Element, Wei
             tensor.shape
         )));
     }
-    Element::of(tensor.dtype).ok_or_else(|| {
+    Element::from_dtype(tensor.dtype).ok_or_else(|| {
         wrong(format!(
             "{} is not supported: save the model in F32, BF16 or F16",
             tensor.dtype

@@ -16,7 +16,7 @@ pub struct Faults(pub Vec<SettingsError>);
 
 impl Faults {
     /// Returns the value in `result`, or records the error and returns `None`.
-    pub fn take<T>(&mut self, result: Result<T, SettingsError>) -> Option<T> {
+    pub fn collect<T>(&mut self, result: Result<T, SettingsError>) -> Option<T> {
         result.map_err(|fault| self.0.push(fault)).ok()
     }
 }

@@ -76,11 +76,11 @@ pub fn optimizer(
     if kind == OptimizerKind::Lion && params.eps.is_some() {
         (said.warnings).push("optimizer.params.eps has no effect: Lion has none".into());
     }
-    let decay = faults.take(decaying(params));
-    let moments = faults.take(moments("optimizer.moments", &optimizer.moments, bf16));
-    let master = faults.take(master("optimizer.master", &optimizer.master, bf16));
+    let decay = faults.collect(decaying(params));
+    let moments = faults.collect(moments("optimizer.moments", &optimizer.moments, bf16));
+    let master = faults.collect(master("optimizer.master", &optimizer.master, bf16));
     let groups = optimizer.groups.iter().flatten();
-    let groups = groups.map(|group| faults.take(param_group(group, lr)));
+    let groups = groups.map(|group| faults.collect(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
     let settings = OptimizerSettings {
         kind,
@@ -93,8 +93,8 @@ pub fn optimizer(
         moments: moments?,
         master: master?,
     };
-    faults.take(not_negative("optimizer.params.lr", settings.lr));
-    faults.take(not_negative(
+    faults.collect(not_negative("optimizer.params.lr", settings.lr));
+    faults.collect(not_negative(
         "optimizer.params.weight_decay",
         settings.weight_decay,
     ));

@@ -24,11 +24,12 @@ impl CsvDir {
     /// # Errors
     /// The directory cannot be created, or a file cannot be read or cut.
     pub(super) fn open(dir: &Path, samples: u64) -> Result<Self, MonitorError> {
-        std::fs::create_dir_all(dir).map_err(MonitorError::of(MONITOR, "make", dir))?;
-        let entries = std::fs::read_dir(dir).map_err(MonitorError::of(MONITOR, "read", dir))?;
+        std::fs::create_dir_all(dir).map_err(MonitorError::from_io(MONITOR, "make", dir))?;
+        let entries =
+            std::fs::read_dir(dir).map_err(MonitorError::from_io(MONITOR, "read", dir))?;
         for entry in entries {
             let path = entry
-                .map_err(MonitorError::of(MONITOR, "read", dir))?
+                .map_err(MonitorError::from_io(MONITOR, "read", dir))?
                 .path();
             let name = path.file_name().map(|name| name.to_string_lossy());
             let is_ours = |name: &str| {
@@ -36,7 +37,7 @@ impl CsvDir {
                     && name.ends_with(".csv")
             };
             if name.is_some_and(|name| is_ours(&name)) && path.is_file() {
-                cut(&path, samples).map_err(MonitorError::of(MONITOR, "truncate", &path))?;
+                cut(&path, samples).map_err(MonitorError::from_io(MONITOR, "truncate", &path))?;
             }
         }
         Ok(Self {
@@ -55,14 +56,15 @@ impl CsvDir {
             let file = match self.files.entry(name) {
                 std::collections::btree_map::Entry::Occupied(open) => open.into_mut(),
                 std::collections::btree_map::Entry::Vacant(place) => {
-                    let file = open(&path, name).map_err(MonitorError::of(MONITOR, "open", &path));
+                    let file =
+                        open(&path, name).map_err(MonitorError::from_io(MONITOR, "open", &path));
                     place.insert(file?)
                 }
             };
             // Line ends of Python's csv module.
             let row = format!("{samples},{value}\r\n");
             file.write_all(row.as_bytes())
-                .map_err(MonitorError::of(MONITOR, "write", &path))?;
+                .map_err(MonitorError::from_io(MONITOR, "write", &path))?;
         }
         Ok(())
     }

@@ -69,7 +69,7 @@ impl EventFile {
     /// # Errors
     /// Directory or file cannot be created or written.
     pub(super) fn create(dir: &Path, samples: u64) -> Result<Self, MonitorError> {
-        std::fs::create_dir_all(dir).map_err(MonitorError::of(MONITOR, "make", dir))?;
+        std::fs::create_dir_all(dir).map_err(MonitorError::from_io(MONITOR, "make", dir))?;
         // TensorBoard reads the files of a directory in the order of their names.
         let (seconds, process) = (now().as_secs(), std::process::id());
         let path = dir.join(format!(
@@ -78,7 +78,7 @@ impl EventFile {
         let mut options = File::options();
         options.create(true).append(true).mode(PRIVATE);
         let opened = options.open(&path);
-        let file = opened.map_err(MonitorError::of(MONITOR, "make", &path))?;
+        let file = opened.map_err(MonitorError::from_io(MONITOR, "make", &path))?;
         let mut events = Self { path, file };
         events.add(Event {
             file_version: Some("brain.Event:2".into()),
@@ -123,7 +123,7 @@ impl EventFile {
         // In one write, so that a kill leaves a complete record or none.
         self.file
             .write_all(&record)
-            .map_err(MonitorError::of(MONITOR, "write", &self.path))
+            .map_err(MonitorError::from_io(MONITOR, "write", &self.path))
     }
 }
 

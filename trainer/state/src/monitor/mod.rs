@@ -38,7 +38,7 @@ pub struct MonitorError {
 
 impl MonitorError {
     /// Returns a conversion for `map_err` for the operation `verb` on `path`.
-    fn of(
+    fn from_io(
         monitor: &'static str,
         verb: &'static str,
         path: &Path,

@@ -76,13 +76,13 @@ impl Sent {
     }
 
     /// A file with these contents.
-    pub(super) fn of(name: PathBuf, contents: Vec<u8>) -> Self {
+    pub(super) fn from_contents(name: PathBuf, contents: Vec<u8>) -> Self {
         let bytes = contents.len() as u64;
         Self {
             name,
             bytes,
             covered_bytes: bytes,
-            fingerprint: Fingerprint::of(&contents),
+            fingerprint: Fingerprint::compute(&contents),
             source: Source::Bytes(contents),
         }
     }
@@ -151,7 +151,7 @@ pub fn copy(
     let lacking: Vec<u8> = lacking.collect();
     let all_lacking = nodes.gather(&lacking)?;
 
-    let streams = (0..nodes.count()).map(Stream::of);
+    let streams = (0..nodes.count()).map(Stream::from_node);
     let mut streams: Vec<Stream> = streams.collect();
     let files = lists.into_iter().enumerate();
     let files = files.flat_map(|(node, list)| list.into_iter().map(move |file| (node, file)));
@@ -231,7 +231,7 @@ struct Stream {
 }
 
 impl Stream {
-    fn of(node: u32) -> Self {
+    fn from_node(node: u32) -> Self {
         Self {
             node,
             files: VecDeque::new(),

@@ -188,7 +188,7 @@ impl RunDir {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        let (found, origin) = RunId::of(&path);
+        let (found, origin) = RunId::for_dir(&path);
         match origin {
             Origin::New | Origin::CopyOf(_) => id.keep()?,
             // Another trainer started a run here after `id` was chosen.
@@ -302,7 +302,7 @@ impl RunDir {
         ] {
             remove(&path, fs::remove_file(&path))?;
         }
-        super::ModelFiles::of(&self.path).forget()?;
+        super::ModelFiles::in_run_dir(&self.path).forget()?;
         self.checkpoints()
             .remove_all()
             .map_err(|error| DirError::Checkpoints {
@@ -333,7 +333,7 @@ impl RunDir {
 
     /// The run's checkpoints.
     pub fn checkpoints(&self) -> Checkpoints {
-        Checkpoints::of(&self.path)
+        Checkpoints::in_run_dir(&self.path)
     }
 
     /// Compares `new` with the run in `path`. Returns false if there is none.
@@ -631,7 +631,7 @@ mod tests {
     #[test]
     fn one_trainer_at_a_time_uses_a_directory() {
         let dir = tempfile::tempdir().unwrap();
-        let (id, _) = RunId::of(&resolved(dir.path()));
+        let (id, _) = RunId::for_dir(&resolved(dir.path()));
         let first = RunDir::open(dir.path(), &id).unwrap();
         assert!(matches!(
             RunDir::open_within(dir.path(), &id, Duration::ZERO),
@@ -647,7 +647,7 @@ mod tests {
     #[test]
     fn a_changed_model_is_named_and_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let (id, _) = RunId::of(&resolved(dir.path()));
+        let (id, _) = RunId::for_dir(&resolved(dir.path()));
         let run = RunDir::open(dir.path(), &id).unwrap();
         let with = |hidden: u64| RunDescription {
             layout: json!({"model": {"hidden_size": hidden}}),

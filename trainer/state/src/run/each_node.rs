@@ -59,9 +59,9 @@ impl Held {
     ///
     /// # Errors
     /// The directory of the checkpoints cannot be read.
-    pub fn of(run_dir: &Path) -> Result<Self, CheckpointError> {
+    pub fn read(run_dir: &Path) -> Result<Self, CheckpointError> {
         let described = RunDir::described(run_dir).ok().flatten();
-        let checkpoints = Checkpoints::of(run_dir).list()?.into_iter();
+        let checkpoints = Checkpoints::in_run_dir(run_dir).list()?.into_iter();
         let checkpoints = checkpoints.filter_map(|found| {
             let (opened, fingerprint) = Checkpoint::whole(&found.path)?;
             Some(HeldCheckpoint {
@@ -127,7 +127,7 @@ impl NodeDirs {
         Self {
             nodes,
             run_dir: run_dir.to_owned(),
-            checkpoints: Checkpoints::of(run_dir),
+            checkpoints: Checkpoints::in_run_dir(run_dir),
         }
     }
 
@@ -300,7 +300,7 @@ impl NodeDirs {
         if is_described {
             let path = dir.join(DESCRIPTION);
             let text = fs::read(&path).map_err(CheckpointError::io("read", &path))?;
-            sent.push(Sent::of(below.join(DESCRIPTION), text));
+            sent.push(Sent::from_contents(below.join(DESCRIPTION), text));
         }
         Ok(sent)
     }
@@ -314,7 +314,7 @@ fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
         metrics,
         run_dir.join(dir::SETTINGS),
     ];
-    let model = ModelFiles::of(run_dir);
+    let model = ModelFiles::in_run_dir(run_dir);
     paths.extend(
         fs::read_dir(model.dir())
             .into_iter()
@@ -329,7 +329,7 @@ fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
     let mut files = Vec::new();
     for path in paths {
         match fs::read(&path) {
-            Ok(contents) => files.push(Sent::of(below(&path), contents)),
+            Ok(contents) => files.push(Sent::from_contents(below(&path), contents)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(source) => return Err(CheckpointError::io("copy", &path)(source)),
         }
@@ -339,7 +339,10 @@ fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
         description.nodes = INCOMPLETE;
         description.files.clear();
         let text = serde_json::to_vec_pretty(&description).expect("plain data");
-        files.push(Sent::of(below(&dir::description_path(run_dir)), text));
+        files.push(Sent::from_contents(
+            below(&dir::description_path(run_dir)),
+            text,
+        ));
     }
     Ok(files)
 }

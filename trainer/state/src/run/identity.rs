@@ -44,7 +44,7 @@ pub enum Origin {
 impl RunId {
     /// Determines the identity of the run in `dir`, which must not contain symbolic links. A directory
     /// without a run, or with a copy of one, gets a new identity.
-    pub fn of(dir: &Path) -> (Self, Origin) {
+    pub fn for_dir(dir: &Path) -> (Self, Origin) {
         let here = |job| Self {
             job,
             dir: dir.to_owned(),
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     fn kept_in(dir: &Path) -> (RunId, Origin) {
-        let (id, origin) = RunId::of(dir);
+        let (id, origin) = RunId::for_dir(dir);
         id.keep().unwrap();
         (id, origin)
     }
@@ -216,14 +216,14 @@ mod tests {
         fs::create_dir(&first).unwrap();
         let (id, origin) = kept_in(&first);
         assert_eq!(origin, Origin::New);
-        assert_eq!(RunId::of(&first), (id.clone(), Origin::Here));
+        assert_eq!(RunId::for_dir(&first), (id.clone(), Origin::Here));
         fs::rename(&first, &second).unwrap();
         let (moved, origin) = kept_in(&second);
         assert_eq!(
             (&moved.job, origin),
             (&id.job, Origin::MovedFrom(first.clone()))
         );
-        assert_eq!(RunId::of(&second).1, Origin::Here);
+        assert_eq!(RunId::for_dir(&second).1, Origin::Here);
         fs::create_dir(&third).unwrap();
         fs::copy(second.join(NAME), third.join(NAME)).unwrap();
         let (copy, origin) = kept_in(&third);
@@ -240,7 +240,7 @@ mod tests {
     fn a_directory_with_the_part_of_another_run_or_node_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(dir.path()).unwrap();
-        let (run, _) = RunId::of(&root);
+        let (run, _) = RunId::for_dir(&root);
         let second = node_dir(&root, 1);
         fs::create_dir_all(&second).unwrap();
         run.check_nodes(&root, 1).unwrap();
@@ -279,10 +279,10 @@ mod tests {
         let described = serde_json::json!({"id": id, "layout": null}).to_string();
         fs::write(root.join("run.json"), described).unwrap();
         fs::write(root.join(NAME), "\0\0").unwrap();
-        assert_eq!(RunId::of(&root), (id.clone(), Origin::Here));
+        assert_eq!(RunId::for_dir(&root), (id.clone(), Origin::Here));
         id.keep().unwrap();
         fs::write(root.join("run.json"), "\0\0").unwrap();
-        assert_eq!(RunId::of(&root), (id, Origin::Here));
+        assert_eq!(RunId::for_dir(&root), (id, Origin::Here));
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub struct ModelFiles {
 
 impl ModelFiles {
     /// Files of the run in `run_dir`.
-    pub fn of(run_dir: &Path) -> Self {
+    pub fn in_run_dir(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join(DIR),
         }

@@ -12,7 +12,7 @@ use rustix::fs::OFlags;
 /// Error of creating or starting a private store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    #[error("nvme_path: {}{} does not exist: create the directory, or name another one", path.display(), RelativeTo::of(path))]
+    #[error("nvme_path: {}{} does not exist: create the directory, or name another one", path.display(), RelativeTo::not_found(path))]
     Missing { path: PathBuf },
     #[error("nvme_path: {} is not a directory: name a directory on the drive", path.display())]
     NotADir { path: PathBuf },

@@ -27,7 +27,7 @@ pub(super) struct Attention<'a> {
 impl Attention<'_> {
     /// Computes attention of query, key and value, each [micro_batch, seq_len, heads * head_dim]. The result
     /// has the kind that matrix products take.
-    pub(super) fn of(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {
+    pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {
         let (micro_batch, seq_len, _) = q.size3()?;
         let [query, key, value] = &self.inputs([q, k, v])?;
         let share = (self.config.heads / self.config.kv_heads) as i64;

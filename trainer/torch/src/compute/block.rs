@@ -62,7 +62,7 @@ impl Block<'_> {
             documents: self.documents.as_deref(),
             masks: self.masks,
         };
-        let attn_out = self.project(&attention.of([&q, &k, &v])?, Out, OutBias)?;
+        let attn_out = self.project(&attention.forward([&q, &k, &v])?, Out, OutBias)?;
         Ok(x.f_add(&self.masks.apply(DropoutSite::AttnOut, &attn_out)?)?)
     }
 

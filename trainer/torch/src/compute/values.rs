@@ -293,13 +293,18 @@ impl AwayActivation {
     ///
     /// # Errors
     /// The GPU or torch failed; out of memory.
-    pub fn take(
+    pub fn bring_back(
         self,
         host_stash: &mut HostStash,
         piece: usize,
         compute: &Stream,
     ) -> Result<Activation, ComputeError> {
-        let there = device_view(host_stash.take(piece, compute)?, self.kind, 0, &self.shape)?;
+        let there = device_view(
+            host_stash.buffer_of(piece, compute)?,
+            self.kind,
+            0,
+            &self.shape,
+        )?;
         let mut tensor = there.f_empty_like()?;
         tensor.f_copy_(&there)?;
         drop(there);

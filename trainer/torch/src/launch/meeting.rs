@@ -241,7 +241,7 @@ impl Launchers {
     }
 
     fn arrive(&self, store: &LauncherStore, own: &Member, round: u32) -> Result<(), MeetingError> {
-        if !store.take(&format!("taken/{round}/{}", own.node))? {
+        if !store.claim(&format!("taken/{round}/{}", own.node))? {
             return Err(MeetingError::Taken {
                 node: own.node,
                 place: self.place(),

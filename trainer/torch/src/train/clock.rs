@@ -29,7 +29,7 @@ impl Clock {
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
-    pub(super) fn of<R, E>(&mut self, f: impl FnOnce() -> Result<R, E>) -> Result<R, TrainError>
+    pub(super) fn time<R, E>(&mut self, f: impl FnOnce() -> Result<R, E>) -> Result<R, TrainError>
     where
         TrainError: From<E>,
     {

@@ -26,7 +26,7 @@ impl Enqueued {
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
-    pub(super) fn of<E: Into<TrainError>>(
+    pub(super) fn record<E: Into<TrainError>>(
         &mut self,
         trace: &Trace,
         stream: &Stream,

@@ -97,7 +97,7 @@ impl InputPlace {
     ///
     /// # Errors
     /// The GPU failed.
-    pub(super) fn take(&mut self, input: Input) -> Result<Activation, ComputeError> {
+    pub(super) fn fetch(&mut self, input: Input) -> Result<Activation, ComputeError> {
         let (piece, away) = match input {
             Input::Here(input) => return Ok(input),
             Input::Away(piece, away) => (piece, away),
@@ -106,7 +106,7 @@ impl InputPlace {
             .host_stash
             .as_mut()
             .expect("an input in host memory has a stash");
-        let input = away.take(host_stash, piece, compute)?;
+        let input = away.bring_back(host_stash, piece, compute)?;
         if let Some(next) = next_piece(piece, self.micro_batches) {
             host_stash.fetch(next)?;
         }

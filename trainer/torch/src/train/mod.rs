@@ -283,7 +283,10 @@ fn prepare(
         // A run without steps exists to be exported or resumed from.
         let corpus = match settings.train.steps {
             0 => None,
-            _ => Some(Corpus::find(&settings.data, &Frame::of(settings))?),
+            _ => Some(Corpus::find(
+                &settings.data,
+                &Frame::from_settings(settings),
+            )?),
         };
         let prepared = Prepared::new(settings.clone(), start, site.clone())?;
         prepared.check_room()?;
@@ -315,12 +318,12 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
     };
     let (train, run_dir) = (&settings.train, &settings.train.run_dir);
     let has_stalled = || {
-        let past = Evaluations::of(&MetricsFile::evaluations(run_dir));
+        let past = Evaluations::from_steps_and_losses(&MetricsFile::evaluations(run_dir));
         past.has_stalled(train.early_stopping_patience)
     };
     let was_complete =
         *start == Start::GoOn && (MetricsFile::last_step(run_dir) >= train.steps || has_stalled());
-    let is_own = OwnExport::of(run_dir).is_some_and(|own| own.is_at(out));
+    let is_own = OwnExport::read(run_dir).is_some_and(|own| own.is_at(out));
     if out.symlink_metadata().is_ok() && !was_complete && !is_own {
         return Err(TrainError::ExportExists { out: out.clone() });
     }
@@ -389,7 +392,7 @@ fn take_memory(
         .with_checkpointing(prepared.plan.checkpointing)
         .in_tiles(settings.train.mlp_chunks)
         .leaving_out(settings.dropout, settings.train.seed);
-    let tiles_in = TilesIn::of(&prepared.plan);
+    let tiles_in = TilesIn::from_plan(&prepared.plan);
     let stage = settings.placement.stage;
     let (master, tiles) = (prepared.plan.format.master, &prepared.plan.swapper);
     let shards =

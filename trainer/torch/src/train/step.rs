@@ -356,9 +356,9 @@ impl Stepper {
         trace: &Trace,
     ) -> Result<(), TrainError> {
         for &unit in &planned.uses {
-            (pass.exchange).of(|| mover::ready(tiles, unit, trace))?;
+            (pass.exchange).time(|| mover::ready(tiles, unit, trace))?;
         }
-        watch.of(planned.turn, || self.turn(planned.turn, tiles, pass, trace))?;
+        watch.record(planned.turn, || self.turn(planned.turn, tiles, pass, trace))?;
         let mut units = planned.gives_back.iter();
         units.try_for_each(|&unit| mover::give_back(tiles, unit))
     }
@@ -393,7 +393,7 @@ impl Stepper {
             Turn::GatherCopy(unit) => mover::gather_copy(tiles, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
                 let weights = mover::weights(tiles, EMBEDDING);
-                *flow = pass.forward.of(|| {
+                *flow = pass.forward.time(|| {
                     each(batches, |batch| {
                         engine.embed_forward(weights, &batch.inputs)
                     })
@@ -403,7 +403,7 @@ impl Stepper {
                 let weights = mover::weights(tiles, block);
                 let outputs = pass
                     .forward
-                    .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
+                    .time(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
                 reach(Point::Forward);
                 let used = std::mem::replace(flow, outputs);
                 if pass.goes_back {
@@ -426,7 +426,7 @@ impl Stepper {
             Turn::Backward(EMBEDDING) => {
                 let empty = || mover::sink(tiles, engine, EMBEDDING);
                 let mut embedding_grads = grads.take_or(EMBEDDING, empty)?;
-                pass.backward.of(|| {
+                pass.backward.time(|| {
                     let mut pairs = batches.iter().zip(&*flow);
                     pairs.try_for_each(|(batch, grad)| {
                         engine.embed_backward(&batch.inputs, grad, &mut embedding_grads)
@@ -443,11 +443,11 @@ impl Stepper {
                 let used = block_inputs.pop().expect("one for each block");
                 let mut block_grads = grads.take_or(block, || mover::sink(tiles, engine, block))?;
                 let weights = mover::weights(tiles, block);
-                *flow = pass.backward.of(|| {
+                *flow = pass.backward.time(|| {
                     let pairs = used.into_iter().zip(&*flow);
                     let flow = pairs
                         .map(|(input, grad)| {
-                            let input = inputs.take(input)?;
+                            let input = inputs.fetch(input)?;
                             engine.block_backward(block, weights, &input, grad, &mut block_grads)
                         })
                         .collect::<Result<_, _>>()?;
@@ -463,7 +463,7 @@ impl Stepper {
             }
             Turn::Reduce(unit) => mover::reduce(tiles, unit, grads.complete(unit), trace)?,
             Turn::Scatter(unit) => {
-                (pass.exchange).of(|| mover::summed(tiles, unit, trace))?;
+                (pass.exchange).time(|| mover::summed(tiles, unit, trace))?;
                 mover::scatter(tiles, unit, trace)?;
             }
         }
@@ -547,7 +547,7 @@ fn head_turn(
     let (batches, counted) = (&pass.batches[pass.group.clone()], pass.counted);
     let inputs = std::mem::take(&mut pass.flow);
     let losses = &mut pass.losses;
-    pass.flow = pass.backward.of(|| {
+    pass.flow = pass.backward.time(|| {
         let head = mover::weights(tiles, unit);
         let mut grads = Vec::with_capacity(batches.len());
         for (batch, input) in batches.iter().zip(inputs) {

@@ -338,7 +338,7 @@ mod tests {
     #[test]
     fn every_turn_has_its_weights_and_a_buffer() {
         for units in [3, 4, 5, 26] {
-            for stage in [0, 1, 2, 3].map(|number| Stage::of(number).unwrap()) {
+            for stage in [0, 1, 2, 3].map(|number| Stage::from_number(number).unwrap()) {
                 for (groups, copies) in [(1, false), (1, true), (2, false), (3, false), (3, true)] {
                     check(units, false, stage, groups, copies);
                     check(units, true, stage, groups, copies);
@@ -363,7 +363,7 @@ mod tests {
     fn weights_are_gathered_twice_a_group_in_stage_3_and_once_a_step_in_the_others() {
         for groups in [1, 3] {
             for (number, count) in [(0, 1), (1, 1), (2, 1), (3, 2 * groups)] {
-                let step_order = training(6, true, Stage::of(number).unwrap(), groups);
+                let step_order = training(6, true, Stage::from_number(number).unwrap(), groups);
                 let gathers = |unit| {
                     let turns = step_order.iter();
                     turns.filter(|&&turn| turn == Turn::Gather(unit)).count()
@@ -404,7 +404,7 @@ mod tests {
     #[test]
     fn gradients_leave_as_they_come_from_stage_2_on_and_at_the_end_before() {
         for (number, at_the_end) in [(0, true), (1, true), (2, false), (3, false)] {
-            let step_order = training(6, true, Stage::of(number).unwrap(), 1);
+            let step_order = training(6, true, Stage::from_number(number).unwrap(), 1);
             let at = |turn| step_order.iter().position(|&found| found == turn).unwrap();
             let last = at(Turn::Backward(EMBEDDING));
             assert_eq!(at(Turn::Reduce(5)) > last, at_the_end, "stage {number}");

@@ -155,7 +155,7 @@ impl Harness {
     }
 
     fn data(&self, settings: &RunSettings) -> Data {
-        let corpus = Corpus::find(&settings.data, &Frame::of(settings)).unwrap();
+        let corpus = Corpus::find(&settings.data, &Frame::from_settings(settings)).unwrap();
         corpus.prepare(settings, &mut |_| {}).unwrap();
         corpus.open(settings).unwrap()
     }
@@ -274,7 +274,7 @@ fn steps(
         Place::Own | Place::Shared | Place::Host | Place::InputsAway => false,
     };
     plan.in_gpu = (0..plan.units.len()).map(stays).collect();
-    let tiles_in = TilesIn::of(&plan);
+    let tiles_in = TilesIn::from_plan(&plan);
     let mut backend = open_tiles(&plan, settings, tiles_in, gpu);
     let fill = |blanks: &mut [UninitTile]| {
         for blank in blanks {

@@ -170,7 +170,7 @@ impl Training {
             comm,
             ranks,
             checkpointer,
-            evaluations: Evaluations::of(&past),
+            evaluations: Evaluations::from_steps_and_losses(&past),
             best_checkpoint,
             first_step,
             checkpointed: Instant::now(),

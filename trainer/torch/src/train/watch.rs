@@ -27,7 +27,7 @@ impl<'a> Watch<'a> {
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
-    pub(super) fn of(
+    pub(super) fn record(
         &mut self,
         turn: Turn,
         f: impl FnOnce() -> Result<(), TrainError>,
@@ -36,7 +36,7 @@ impl<'a> Watch<'a> {
             return f();
         }
         if let Some((stream, gpu_timeline)) = &mut self.gpu {
-            return gpu_timeline.of(self.trace, stream, || turn.to_string(), f);
+            return gpu_timeline.record(self.trace, stream, || turn.to_string(), f);
         }
         let _span = self.trace.span(Track::Compute, || turn.to_string());
         f()

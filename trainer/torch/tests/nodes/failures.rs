@@ -92,7 +92,7 @@ fn a_failure_at_any_moment_loses_no_committed_step_and_changes_no_bit() {
     let Some(network) = Network::new(2, "failures at random moments") else {
         return;
     };
-    let mut random = Random::of(Random::seed("failures"));
+    let mut random = Random::from_seed(Random::seed("failures"));
     let harness = Harness::new();
     let sets = ["train.steps=100000", "scheduler={}", "train.device=cpu"];
     let run = harness.run("run", &sets).with(&harness.nvme());

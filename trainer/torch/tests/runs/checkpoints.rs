@@ -419,7 +419,7 @@ fn a_full_drive_is_reported_and_training_continues() {
             assert!(err.contains(says), "{name}: {says:?} is not in {err}");
         }
         assert_eq!(run.metrics().len(), 60, "{name}");
-        let whole = Checkpoints::of(&run.dir).list().unwrap();
+        let whole = Checkpoints::in_run_dir(&run.dir).list().unwrap();
         let newest = whole.last().expect("one was made before").step;
         assert!(
             newest < 60 && names(&run, "").len() == whole.len(),
@@ -453,7 +453,7 @@ fn kills_leave_only_complete_checkpoints() {
         };
         let run = harness.run(name, &sets).with(&nvme);
         let seed = Random::seed("instants");
-        let mut random = Random::of(seed);
+        let mut random = Random::from_seed(seed);
         let (mut kills, mut hit, mut seen): (_, _, Vec<(u64, String)>) = (0, 0, Vec::new());
         while kills < kills_min || hit == 0 {
             assert!(
@@ -472,7 +472,7 @@ fn kills_leave_only_complete_checkpoints() {
             hit += std::fs::read_dir(&dir)
                 .unwrap()
                 .any(|entry| cut_off(entry.unwrap().path())) as usize;
-            let checkpoints = Checkpoints::of(&run.dir).list().unwrap();
+            let checkpoints = Checkpoints::in_run_dir(&run.dir).list().unwrap();
             assert!(
                 (1..=4).contains(&checkpoints.len()),
                 "{name}, seed {seed}: {checkpoints:?}"

@@ -47,7 +47,7 @@ impl Cuts {
             harness,
             whole,
             fingerprint,
-            random: Random::of(seed),
+            random: Random::from_seed(seed),
             operations: 400,
         }
     }

@@ -17,7 +17,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 /// Makes conversations with random questions; each answer has one to forty words and depends only on the
 /// question's first letter.
 fn chats(count: u64) -> String {
-    let mut random = Random::of(1);
+    let mut random = Random::from_seed(1);
     let mut lines = String::new();
     for _ in 0..count {
         let letters = (0..12).map(|_| char::from(b'a' + random.below(26) as u8));

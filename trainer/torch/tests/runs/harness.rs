@@ -407,7 +407,7 @@ pub(crate) fn text(bytes: usize) -> String {
         "never ", "well. ",
     ];
     let mut text = String::new();
-    let mut random = Random::of(1);
+    let mut random = Random::from_seed(1);
     while text.len() < bytes {
         // Draws with higher bits than a plain draw; the expected figures of these tests depend on this text.
         text += WORDS[random.below((WORDS.len() as u64) << 7) as usize >> 7];

@@ -37,7 +37,7 @@ fn verb(run: &Run, verb: &str, args: &[&str]) -> Command {
 }
 
 fn has_checkpoint(run: &Run) -> bool {
-    Checkpoints::of(&run.dir)
+    Checkpoints::in_run_dir(&run.dir)
         .list()
         .is_ok_and(|checkpoints| !checkpoints.is_empty())
 }
@@ -86,11 +86,11 @@ fn a_state_in_memory_is_kept_by_time_and_on_signals_and_otherwise_warned_about()
     let timed = harness
         .run("run", &LONG)
         .with(&["train.checkpoint_every=1s"]);
-    let before = Checkpoints::of(&run.dir).newest().unwrap();
+    let before = Checkpoints::in_run_dir(&run.dir).newest().unwrap();
     // The tests themselves may run below `nohup`.
     let hearing = below(&["env", "--default-signal=HUP"], &timed.command("train"));
     let child = until(spawn(hearing), "a second checkpoint", || {
-        Checkpoints::of(&run.dir).newest().unwrap() != before
+        Checkpoints::in_run_dir(&run.dir).newest().unwrap() != before
     });
     signal(&child, Signal::HUP);
     signal(&child, Signal::HUP);

@@ -66,7 +66,7 @@ impl Killed {
             ranks,
             steps_count,
             commit_every,
-            random: Random::of(seed),
+            random: Random::from_seed(seed),
         }
     }
 
@@ -127,7 +127,7 @@ impl Killed {
 
     /// Like [`Killed::look`], for the newest checkpoint.
     pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut Seen, after: &str) {
-        let checkpoint = Checkpoints::of(&run.dir).newest().unwrap();
+        let checkpoint = Checkpoints::in_run_dir(&run.dir).newest().unwrap();
         let saved = checkpoint.map_or(0, |checkpoint| {
             self.compare(
                 &run.fingerprint_of(Some(CheckpointName::Dir(checkpoint))),

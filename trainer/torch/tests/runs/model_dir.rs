@@ -66,7 +66,7 @@ pub(crate) fn random_model(harness: &Harness, to: &str, layers: usize) -> PathBu
         linear(format!("h.{layer}.mlp.c_proj"), &[4 * HIDDEN, HIDDEN]);
     }
     linear("ln_f".to_owned(), &[HIDDEN]);
-    let mut random = Random::of(3);
+    let mut random = Random::from_seed(3);
     let tensors = shapes.into_iter().map(|(name, shape)| {
         let is_scale = name.contains("ln_") && name.ends_with("weight");
         let value = |_| {

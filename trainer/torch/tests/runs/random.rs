@@ -4,7 +4,7 @@
 pub(crate) struct Random(u64);
 
 impl Random {
-    pub(crate) fn of(seed: u64) -> Self {
+    pub(crate) fn from_seed(seed: u64) -> Self {
         Self(seed)
     }
 

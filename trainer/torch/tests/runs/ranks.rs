@@ -294,7 +294,7 @@ fn an_error_of_a_launch_is_reported_once() {
 fn a_directory_in_use_is_refused_by_all_ranks() {
     let harness = Harness::new();
     let run = harness.run("run", &[]);
-    let taken = RunDir::open(&run.dir, &RunId::of(&run.dir).0).unwrap();
+    let taken = RunDir::open(&run.dir, &RunId::for_dir(&run.dir).0).unwrap();
     let err = fail(run.launch(3));
     assert!(
         err.contains("trainer: rank 0: train.run_dir: another trainer is using"),

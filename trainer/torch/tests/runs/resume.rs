@@ -241,7 +241,7 @@ impl Kills {
     fn hit(&self, hits: usize) -> usize {
         let seed = Random::seed("victims and shares of the time that a run takes");
         // Runs of different kinds draw different moments.
-        let mut random = Random::of(seed.wrapping_add(self.sets.len() as u64));
+        let mut random = Random::from_seed(seed.wrapping_add(self.sets.len() as u64));
         let mut draw = |below: u64| random.below(below);
         let (mut load, mut train) = self.times();
         let (mut hit, mut daemons_alone) = (0, 0);

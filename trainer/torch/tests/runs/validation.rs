@@ -11,7 +11,9 @@ use crate::harness::{Harness, Run, finish, spawn, succeed};
 
 /// Steps whose checkpoints exist.
 fn checkpoints(run: &Run) -> Vec<u64> {
-    let list = Checkpoints::of(&run.dir).list().expect("the checkpoints");
+    let list = Checkpoints::in_run_dir(&run.dir)
+        .list()
+        .expect("the checkpoints");
     list.iter().map(|checkpoint| checkpoint.step).collect()
 }
 

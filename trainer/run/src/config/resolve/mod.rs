@@ -63,13 +63,13 @@ pub(super) fn resolve(
     let (steps, seq_len) = steps_and_seq_len(&config.train, faults);
     // Checks that depend on an invalid number use 1 in its place.
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
-    let batch = faults.take(batch(&config, seq_len_or_one, ranks));
+    let batch = faults.collect(batch(&config, seq_len_or_one, ranks));
     let all_ranks = batch.map_or(1, |(_, ranks)| ranks);
     let (table, bf16) = (&config.optimizer, &config.bf16);
     let optimizer = any_optimizer::optimizer(table, bf16, Reader::Trainer, &mut said, faults);
     let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
     // A run without steps has a schedule too, although nothing uses it.
-    let lr = faults.take(lr_schedule(
+    let lr = faults.collect(lr_schedule(
         &config,
         lr,
         steps_or_one.max(1),
@@ -78,17 +78,17 @@ pub(super) fn resolve(
     ));
     let (zero, offload) = (&config.zero_optimization, &config.offload);
     let placement = placement::placement(zero, offload, all_ranks, &mut said.notes);
-    let placement = faults.take(placement);
-    let model = faults.take(model::model(&config.model, seq_len_or_one, &mut said.notes));
-    let precision = faults.take(precision::precision(&config, model.as_ref(), &mut said));
+    let placement = faults.collect(placement);
+    let model = faults.collect(model::model(&config.model, seq_len_or_one, &mut said.notes));
+    let precision = faults.collect(precision::precision(&config, model.as_ref(), &mut said));
     if let Some(optimizer) = &optimizer {
         let model = model.as_ref().map(|model| &model.config);
         let dtype = precision.as_ref().map(|(dtype, _)| *dtype);
         optimizer::check(optimizer, model, dtype, &mut said.notes, faults);
     }
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
-    faults.take(not_negative("gradient_clipping", gradient_clipping));
-    let data = faults.take(data::data(&config.data, steps_or_one));
+    faults.collect(not_negative("gradient_clipping", gradient_clipping));
+    let data = faults.collect(data::data(&config.data, steps_or_one));
     let train = train::train(
         &config,
         name,
@@ -98,12 +98,12 @@ pub(super) fn resolve(
         faults,
     );
     if let (Some(model), Some(train)) = (&model, &train) {
-        faults.take(train::check_mlp_chunks(train.mlp_chunks, &model.config));
+        faults.collect(train::check_mlp_chunks(train.mlp_chunks, &model.config));
     }
     let device = train.as_ref().map(|train| train.device);
     let offload = offload::offload(&config, placement.as_ref(), device, &mut said.notes, faults);
     let reports = train.as_ref().and_then(|train| {
-        faults.take(reports::reports(
+        faults.collect(reports::reports(
             config.wall_clock_breakdown,
             &config.tensorboard,
             &config.csv_monitor,
@@ -222,13 +222,13 @@ fn steps_and_seq_len(train: &TrainToml, faults: &mut Faults) -> (Option<u64>, Op
             "set the number of optimizer steps, or train.epochs",
         ),
     };
-    let steps = faults.take(steps);
+    let steps = faults.collect(steps);
     let seq_len = required(
         "train.seq_len",
         train.seq_len,
         "set the number of tokens in a sequence",
     );
-    let seq_len = faults.take(seq_len.and_then(|seq_len| {
+    let seq_len = faults.collect(seq_len.and_then(|seq_len| {
         within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
         Ok(seq_len)
     }));

@@ -156,7 +156,7 @@ fn of_run(
         .model;
     let first_weights = FirstWeights::Run(resolved(from));
     if given.path.is_none() && inline_keys(given).is_empty() {
-        let files = ModelFiles::of(from);
+        let files = ModelFiles::in_run_dir(from);
         let file = files.config();
         let stored = file.as_ref().and_then(named_dtype);
         let own = file.map(|file| HfModel::read(Some(file), Map::new()));
@@ -308,7 +308,7 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
         return Err(wrong(format!(
             "{}{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
             path.display(),
-            RelativeTo::of(path),
+            RelativeTo::not_found(path),
             path.display()
         )));
     }

@@ -21,7 +21,7 @@ pub(super) fn offload(
 ) -> Option<OffloadSettings> {
     let offload = &config.offload;
     let optimizer_device = optimizer_device(offload, device, faults);
-    let optimizer_step = faults.take(word(
+    let optimizer_step = faults.collect(word(
         "offload.optimizer_step",
         offload.optimizer_step.as_deref(),
         &[
@@ -30,7 +30,7 @@ pub(super) fn offload(
         ],
     ));
     let activations = activations(config, device, notes, faults);
-    let gradients = faults.take(word(
+    let gradients = faults.collect(word(
         "offload.gradients",
         offload.gradients.as_deref(),
         &[
@@ -46,18 +46,18 @@ pub(super) fn offload(
             "\"nvme\" needs a device, but this run keeps nothing else on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
         ));
     }
-    let shard = faults.take(word(
+    let shard = faults.collect(word(
         "offload.shard",
         offload.shard.as_deref(),
         &[("auto", ShardChoice::Auto), ("all", ShardChoice::All)],
     ));
-    let durability = faults.take(word(
+    let durability = faults.collect(word(
         "offload.durability",
         offload.durability.as_deref(),
         &[("full", Durability::Full), ("none", Durability::None)],
     ));
     let engines = ENGINES.map(|engine| (engine, engine));
-    let engine = faults.take(word("offload.engine", offload.engine.as_deref(), &engines));
+    let engine = faults.collect(word("offload.engine", offload.engine.as_deref(), &engines));
     if offload.engine.is_some() && offload.socket.is_some() {
         faults.0.push(value(
             "offload.engine",
@@ -76,15 +76,15 @@ pub(super) fn offload(
             format!("{elems}: must be a multiple of {TILE_ELEMS_STEP}, at most {TILE_ELEMS_MAX}"),
         ));
     }
-    let staging_bytes = faults.take(bytes(
+    let staging_bytes = faults.collect(bytes(
         "offload.staging_bytes",
         offload.staging_bytes.as_ref(),
     ));
-    let host_memory_bytes = faults.take(bytes(
+    let host_memory_bytes = faults.collect(bytes(
         "offload.host_memory_bytes",
         offload.host_memory_bytes.as_ref(),
     ));
-    let iodepth = faults.take(iodepth(config));
+    let iodepth = faults.collect(iodepth(config));
     Some(OffloadSettings {
         socket: offload.socket.clone(),
         optimizer_step: optimizer_step?,
@@ -107,7 +107,7 @@ fn optimizer_device(
     device: Option<DeviceChoice>,
     faults: &mut Faults,
 ) -> Option<OptimizerDevice> {
-    let optimizer_device = faults.take(word(
+    let optimizer_device = faults.collect(word(
         "offload.optimizer_device",
         offload.optimizer_device.as_deref(),
         &[
@@ -139,7 +139,7 @@ fn activations(
 ) -> Option<ActivationsChoice> {
     // DeepSpeed's key applies if this program's own key is absent.
     let asked = config.activation_checkpointing.cpu_checkpointing == Some(true);
-    let activations = faults.take(word(
+    let activations = faults.collect(word(
         "offload.activations",
         (config.offload.activations.as_deref()).or(asked.then_some("cpu")),
         &[

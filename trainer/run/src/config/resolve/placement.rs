@@ -97,7 +97,7 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
     let Some(number) = number else {
         return Ok(Stage::default());
     };
-    let stage = Stage::of(number)
+    let stage = Stage::from_number(number)
         .ok_or_else(|| value(KEY, format!("{number}: there are stages 0 to 3")))?;
     if param != Tier::None && !stage.divides_parameters() {
         let device = param.word();

@@ -32,7 +32,7 @@ pub(super) fn train(
     let train = &config.train;
     let stop_after = train.stop_after.unwrap_or(steps);
     if config.train.steps.is_some() || config.train.epochs.is_some() {
-        faults.take(within("train.stop_after", stop_after, steps.min(1), steps));
+        faults.collect(within("train.stop_after", stop_after, steps.min(1), steps));
     }
     let eval_every = match train.eval_every {
         None | Some(toml::Interval::Steps(0)) => Interval::Never,
@@ -67,17 +67,17 @@ pub(super) fn train(
     let checkpoint_every = checkpoint_every(train, faults);
     let eval_batches = train.eval_batches;
     let steps_per_print = config.steps_per_print.map(Steps::number);
-    faults.take(at_least("train.eval_batches", eval_batches.unwrap_or(1), 1));
-    faults.take(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
+    faults.collect(at_least("train.eval_batches", eval_batches.unwrap_or(1), 1));
+    faults.collect(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
     let log_every = train.log_every.or(steps_per_print).unwrap_or(10);
     if train.log_every.is_some() {
-        faults.take(at_least("train.log_every", log_every, 1));
+        faults.collect(at_least("train.log_every", log_every, 1));
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
     // All ranks are on this node and divide its cores.
     let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
-    faults.take(within("train.threads", threads, 1, THREADS_MAX));
-    let device = faults.take(word(
+    faults.collect(within("train.threads", threads, 1, THREADS_MAX));
+    let device = faults.collect(word(
         "train.device",
         train.device.as_deref(),
         &[
@@ -86,7 +86,7 @@ pub(super) fn train(
             ("gpu", DeviceChoice::Gpu),
         ],
     ));
-    let activation_checkpointing = faults.take(word(
+    let activation_checkpointing = faults.collect(word(
         "train.activation_checkpointing",
         train.activation_checkpointing.as_deref(),
         &[
@@ -96,7 +96,7 @@ pub(super) fn train(
             ("matmuls", Some(ActivationCheckpointing::Matmuls)),
         ],
     ));
-    let attention = faults.take(word(
+    let attention = faults.collect(word(
         "train.attention",
         train.attention.as_deref(),
         &[
@@ -135,7 +135,7 @@ pub(super) fn train(
 /// Resolves the number of micro-batches that are processed together; `None` if the plan chooses.
 fn micro_batch_group(train: &TrainToml, faults: &mut Faults) -> Option<usize> {
     let size = train.micro_batch_group?;
-    faults.take(at_least("train.micro_batch_group", size, 1))?;
+    faults.collect(at_least("train.micro_batch_group", size, 1))?;
     Some(size as usize)
 }
 
@@ -153,7 +153,7 @@ fn checkpoint_every(train: &TrainToml, faults: &mut Faults) -> Interval {
             };
             let seconds = seconds.map_err(|why| value("train.checkpoint_every", why));
             faults
-                .take(seconds)
+                .collect(seconds)
                 .map_or(Interval::Never, Interval::Seconds)
         }
     }

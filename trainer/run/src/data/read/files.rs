@@ -37,7 +37,7 @@ impl Found {
     }
 
     /// Files of entry number `entry`.
-    pub(in crate::data) fn of(&self, entry: usize) -> impl Iterator<Item = &Source> {
+    pub(in crate::data) fn sources_of_entry(&self, entry: usize) -> impl Iterator<Item = &Source> {
         let sources = self.sources.iter();
         sources.filter(move |source| source.entry == entry)
     }

@@ -93,7 +93,7 @@ impl Source {
         place: Place,
         bytes: u64,
     ) -> Result<Piece, DataError> {
-        let found = record.and_then(|record| Document::of(&record, self.records));
+        let found = record.and_then(|record| Document::parse(&record, self.records));
         match found {
             Ok((document, format)) => Ok(Piece {
                 document,

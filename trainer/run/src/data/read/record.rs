@@ -229,7 +229,7 @@ impl Document {
 
     /// Interprets the fields of a record in the `wanted` format, or in the one that they belong to. Unknown
     /// fields are ignored.
-    pub(super) fn of(
+    pub(super) fn parse(
         record: &Value,
         wanted: Option<RecordFormat>,
     ) -> Result<(Self, RecordFormat), String> {
@@ -570,8 +570,8 @@ fn role(from: &str) -> Option<&'static str> {
 mod tests {
     use super::*;
 
-    fn of(json: &str) -> Result<Document, String> {
-        let found = Document::of(&serde_json::from_str(json).unwrap(), None);
+    fn parse(json: &str) -> Result<Document, String> {
+        let found = Document::parse(&serde_json::from_str(json).unwrap(), None);
         found.map(|(document, _)| document)
     }
 
@@ -592,9 +592,10 @@ mod tests {
 
     #[test]
     fn instructions_become_conversations() {
-        let alpaca = of(r#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "x"}"#);
+        let alpaca =
+            parse(r#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "x"}"#);
         assert_eq!(said(alpaca), ["user: Add.\n1 2*", "assistant: 3"]);
-        let dolly = of(r#"{"instruction": "Say", "context": "", "response": "hi"}"#);
+        let dolly = parse(r#"{"instruction": "Say", "context": "", "response": "hi"}"#);
         assert_eq!(said(dolly), ["user: Say*", "assistant: hi"]);
         let longer =
             r#"{"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}"#;
@@ -605,19 +606,25 @@ mod tests {
             "user: c*",
             "assistant: d",
         ];
-        assert_eq!(said(of(longer)), expected);
+        assert_eq!(said(parse(longer)), expected);
         let sharegpt = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
-        assert_eq!(said(of(sharegpt)), ["system: s", "user: q", "assistant: a"]);
+        assert_eq!(
+            said(parse(sharegpt)),
+            ["system: s", "user: q", "assistant: a"]
+        );
         let with_system = r#"{"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
         assert_eq!(
-            said(of(with_system)),
+            said(parse(with_system)),
             ["system: s*", "user: q", "assistant: a"]
         );
         let trl = r#"{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "w"}], "completion": [{"role": "assistant", "content": "a"}]}"#;
-        assert_eq!(said(of(trl)), ["user: q*", "assistant: w*", "assistant: a"]);
+        assert_eq!(
+            said(parse(trl)),
+            ["user: q*", "assistant: w*", "assistant: a"]
+        );
         let weighted = r#"{"messages": [{"role": "assistant", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}, {"role": "assistant", "content": "c", "train": false}]}"#;
         assert_eq!(
-            said(of(weighted)),
+            said(parse(weighted)),
             ["assistant: a*", "assistant: b", "assistant: c*"]
         );
     }
@@ -626,12 +633,12 @@ mod tests {
     fn a_named_format_takes_its_own_fields() {
         let json = r#"{"instruction": "a", "output": "b", "text": "c"}"#;
         let value = serde_json::from_str(json).unwrap();
-        let (found, format) = Document::of(&value, Some(RecordFormat::Text)).unwrap();
+        let (found, format) = Document::parse(&value, Some(RecordFormat::Text)).unwrap();
         assert_eq!(
             (found, format),
             (Document::Text("c".into()), RecordFormat::Text)
         );
-        let error = Document::of(&value, Some(RecordFormat::Messages)).unwrap_err();
+        let error = Document::parse(&value, Some(RecordFormat::Messages)).unwrap_err();
         assert_eq!(
             error,
             "has no \"messages\", which the format \"messages\" needs"
@@ -640,7 +647,7 @@ mod tests {
 
     #[test]
     fn fields_determine_the_kind_of_a_record() {
-        let kind = |json| of(json).map(|document| document.kind());
+        let kind = |json| parse(json).map(|document| document.kind());
         assert_eq!(kind(r#"{"text": "a", "id": 3}"#), Ok(Kind::Text));
         assert_eq!(
             kind(r#"{"prompt": "a", "completion": "b", "text": "c"}"#),
@@ -649,7 +656,7 @@ mod tests {
         let chat = r#"{"messages": [{"role": "user", "content": "a"}], "tools": null}"#;
         assert_eq!(kind(chat), Ok(Kind::Chat));
         assert!(matches!(
-            of(chat),
+            parse(chat),
             Ok(Document::Chat(Chat { tools: None, .. }))
         ));
     }
@@ -658,13 +665,13 @@ mod tests {
     fn parts_of_a_message_are_joined_and_its_other_fields_kept() {
         let parts = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"}]}"#;
         let whole = r#"{"messages": [{"role": "user", "content": "ab", "name": "n"}]}"#;
-        assert_eq!(of(parts), of(whole));
+        assert_eq!(parse(parts), parse(whole));
     }
 
     /// As transformers gives messages to templates.
     #[test]
     fn keys_with_null_are_dropped_and_reasoning_has_the_names_that_templates_read() {
-        let messages = |json: &str| match of(json) {
+        let messages = |json: &str| match parse(json) {
             Ok(Document::Chat(chat)) => format!("{:?}", chat.messages),
             other => panic!("{other:?}"),
         };
@@ -712,8 +719,8 @@ mod tests {
             (format!("[{call}]"), ""),
             (format!("<think>w</think> {call}"), "<think>w</think>"),
         ] {
-            let Ok(Document::Chat(chat)) = of(&turns(&value)) else {
-                panic!("{:?}", of(&turns(&value)));
+            let Ok(Document::Chat(chat)) = parse(&turns(&value)) else {
+                panic!("{:?}", parse(&turns(&value)));
             };
             assert_eq!(
                 format!("{:?}", chat.messages[1]),
@@ -730,7 +737,7 @@ mod tests {
             );
         }
         let named = r#"{"messages": [{"role": "function_call", "content": "{\"name\": \"f\", \"arguments\": {}}"}, {"role": "observation", "content": "2"}]}"#;
-        assert_eq!(said(of(named)), ["assistant: ", "tool: 2"]);
+        assert_eq!(said(parse(named)), ["assistant: ", "tool: 2"]);
         for (value, part) in [
             (
                 "add(1)",
@@ -738,14 +745,14 @@ mod tests {
             ),
             ("[1]", "without \"name\" and \"arguments\""),
         ] {
-            let message = of(&turns(value)).unwrap_err();
+            let message = parse(&turns(value)).unwrap_err();
             assert!(message.contains(part), "{message}");
         }
     }
 
     #[test]
     fn an_empty_answer_is_noticed() {
-        let is = |json| of(json).unwrap().is_unanswered();
+        let is = |json| parse(json).unwrap().is_unanswered();
         assert!(is(r#"{"prompt": "a", "completion": " "}"#));
         assert!(is(r#"{"instruction": "a", "output": ""}"#));
         assert!(is(
@@ -767,9 +774,9 @@ mod tests {
             ids: vec![5, 6, 7],
             counts: counts.map(<[bool]>::to_vec),
         };
-        let found = of(r#"{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}"#);
+        let found = parse(r#"{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}"#);
         assert_eq!(found, Ok(ids(None)));
-        let found = of(r#"{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}"#);
+        let found = parse(r#"{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}"#);
         assert_eq!(found, Ok(ids(Some(&[false, true, false]))));
         for (json, part) in [
             (
@@ -793,7 +800,7 @@ mod tests {
                 r#"has both "input_ids" and "text""#,
             ),
         ] {
-            let message = of(json).unwrap_err();
+            let message = parse(json).unwrap_err();
             assert!(message.contains(part), "{json}: {message}");
         }
     }
@@ -844,7 +851,7 @@ mod tests {
                 "preferences need DPO",
             ),
         ] {
-            let message = of(json).unwrap_err();
+            let message = parse(json).unwrap_err();
             assert!(message.contains(part), "{json}: {message}");
         }
     }

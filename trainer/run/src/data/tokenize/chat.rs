@@ -67,7 +67,7 @@ impl Template {
         &self.source
     }
 
-    fn of(&self, tools: Option<&Value>) -> &chat_template::Template {
+    fn for_tools(&self, tools: Option<&Value>) -> &chat_template::Template {
         let with_tools = self.with_tools.as_ref().filter(|_| tools.is_some());
         with_tools.unwrap_or(&self.inner)
     }
@@ -83,7 +83,7 @@ impl Template {
     /// Formats the conversation; only the assistant's part counts. Returns the whole conversation last, and before it the
     /// conversation up to each turn that the template changes once others follow.
     pub(super) fn texts_counted(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
-        match self.of(conversation.tools.as_ref()).has_generation() {
+        match self.for_tools(conversation.tools.as_ref()).has_generation() {
             true => Ok(vec![self.by_marks(conversation)?]),
             false => self.by_turns(conversation),
         }
@@ -236,7 +236,7 @@ impl Template {
                     false => said.trim_end().ends_with(words),
                     true => is_filled(message.get("tool_calls")) && *leaves_calls_open,
                 };
-                Finding::of(Kind::Answers, is_open, excerpt(words))
+                Finding::new(Kind::Answers, is_open, excerpt(words))
             })
             .collect();
         if chats.iter().any(|chat| chat.counted.is_some()) {
@@ -245,14 +245,14 @@ impl Template {
                 .iter()
                 .map(|message| words(message, "role"));
             let unknown = roles.filter(|role| !ROLES.contains(role));
-            let finding = |role: &str| Finding::of(Kind::Role(role.into()), true, String::new());
+            let finding = |role: &str| Finding::new(Kind::Role(role.into()), true, String::new());
             found.extend(unknown.map(finding));
         }
         for message in &conversation.messages {
             let why = words(message, "reasoning_content");
             if !why.is_empty() {
                 let is_lost = !chats.iter().any(|chat| chat.text.contains(why));
-                found.push(Finding::of(Kind::Reasoning, is_lost, excerpt(why)));
+                found.push(Finding::new(Kind::Reasoning, is_lost, excerpt(why)));
             }
         }
         self.examine_tools(conversation, &mut found);
@@ -295,14 +295,14 @@ impl Template {
         let is_same = |other: Option<String>| other.is_some() && other == whole;
         if is_filled(tools) {
             let is_lost = is_same(text(messages, None));
-            found.push(Finding::of(Kind::Tools, is_lost, String::new()));
+            found.push(Finding::new(Kind::Tools, is_lost, String::new()));
         }
         if has_calls {
             let silent = messages
                 .iter()
                 .map(|message| without(message, "tool_calls"));
             let is_lost = is_same(text(&silent.collect::<Vec<_>>(), tools));
-            found.push(Finding::of(Kind::Calls, is_lost, String::new()));
+            found.push(Finding::new(Kind::Calls, is_lost, String::new()));
         }
     }
 
@@ -331,7 +331,7 @@ impl Template {
         ] {
             values.insert(name, value);
         }
-        let rendered = self.of(tools).render(&values);
+        let rendered = self.for_tools(tools).render(&values);
         rendered.map_err(|error| format!("the chat template failed: {error}"))
     }
 }

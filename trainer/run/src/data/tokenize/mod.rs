@@ -191,8 +191,8 @@ impl Tokenizer {
     /// Returns a fingerprint that changes whenever tokens would.
     pub(super) fn fingerprint(&self) -> u64 {
         match self {
-            Self::Bytes => Fingerprint::of(b"bytes"),
-            Self::Ids(_) => Fingerprint::of(b"token ids"),
+            Self::Bytes => Fingerprint::compute(b"bytes"),
+            Self::Ids(_) => Fingerprint::compute(b"token ids"),
             Self::HuggingFace(found) => found.fingerprint(),
         }
     }

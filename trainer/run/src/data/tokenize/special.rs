@@ -56,7 +56,7 @@ impl Special {
     }
 
     pub(super) fn fingerprint(&self) -> u64 {
-        Fingerprint::of(&serde_json::to_vec(&self.tokens).expect("plain data"))
+        Fingerprint::compute(&serde_json::to_vec(&self.tokens).expect("plain data"))
     }
 }
 

@@ -152,7 +152,7 @@ fn path(dir: &Path) -> std::path::PathBuf {
 }
 
 fn fingerprint_of(checkpoint: &Value) -> u64 {
-    Fingerprint::of(&serde_json::to_vec(checkpoint).expect("plain data"))
+    Fingerprint::compute(&serde_json::to_vec(checkpoint).expect("plain data"))
 }
 
 /// 64-bit numbers as 16 hexadecimal digits: many JSON parsers keep only 53 bits.

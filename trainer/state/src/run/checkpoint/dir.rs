@@ -52,7 +52,7 @@ impl CheckpointName {
     /// The run has no checkpoint of this step; the error lists the existing ones.
     pub fn find(&self, run_dir: &Path) -> Result<PathBuf, CheckpointError> {
         match self {
-            Self::Step(step) => Checkpoints::of(run_dir).at(*step),
+            Self::Step(step) => Checkpoints::in_run_dir(run_dir).at(*step),
             Self::Dir(dir) => Ok(resolved(dir)),
         }
     }
@@ -67,7 +67,7 @@ pub struct CheckpointDir {
 
 impl Checkpoints {
     /// Checkpoints of the run in `run_dir`.
-    pub fn of(run_dir: &Path) -> Self {
+    pub fn in_run_dir(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join("checkpoints"),
             elsewhere: None,

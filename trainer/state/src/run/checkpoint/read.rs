@@ -97,7 +97,7 @@ impl Checkpoint {
         let text = std::fs::read(dir.join(DESCRIPTION)).ok()?;
         let opened = Self::open(dir, 0).ok()?;
         opened.check_sizes().ok()?;
-        Some((opened, Fingerprint::of(&text)))
+        Some((opened, Fingerprint::compute(&text)))
     }
 
     pub fn path(&self) -> &Path {

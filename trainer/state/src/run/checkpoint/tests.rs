@@ -83,7 +83,7 @@ fn names(dir: &Path) -> Vec<String> {
 #[test]
 fn the_newest_of_two_checkpoints_is_read_by_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     assert_eq!(checkpoints.newest().unwrap(), None);
     for (step, ranks) in [(1, 1), (2, 3), (3, 2), (4, 4), (5, 1)] {
         checkpoint(&checkpoints, step, ranks);
@@ -108,7 +108,7 @@ fn the_newest_of_two_checkpoints_is_read_by_any_number_of_ranks() {
 #[test]
 fn a_rank_reads_only_its_own_file() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 4);
     let mut checkpoint = Checkpoint::open(&checkpoints.at(1).unwrap(), 2).unwrap();
     let mut read_bytes = 0;
@@ -122,7 +122,7 @@ fn a_rank_reads_only_its_own_file() {
 #[test]
 fn unexpected_tiles_or_layouts_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     let mut checkpoint = Checkpoint::open(&checkpoints.at(1).unwrap(), 0).unwrap();
     let mut refused = |unit, start, param_bytes| {
@@ -149,7 +149,7 @@ fn unexpected_tiles_or_layouts_are_refused() {
 #[test]
 fn a_flipped_bit_or_a_missing_end_is_detected_and_the_file_named() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     let dir = checkpoints.at(1).unwrap();
     for name in ["tiles.0", "tiles.1"] {
@@ -181,7 +181,7 @@ fn a_flipped_bit_or_a_missing_end_is_detected_and_the_file_named() {
 #[test]
 fn a_changed_description_is_refused_or_equivalent() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     let dir = checkpoints.at(1).unwrap();
     let path = dir.join("checkpoint.json");
@@ -223,7 +223,7 @@ fn a_changed_description_is_refused_or_equivalent() {
 #[test]
 fn a_file_of_another_checkpoint_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     checkpoint(&checkpoints, 2, 2);
     let (one, two) = (checkpoints.at(1).unwrap(), checkpoints.at(2).unwrap());
@@ -240,7 +240,7 @@ fn a_file_of_another_checkpoint_is_refused() {
 #[test]
 fn an_interrupted_checkpoint_is_not_listed_and_is_removed_by_the_next() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     begin(&checkpoints, 3, 2);
     fs::rename(
@@ -262,7 +262,7 @@ fn an_interrupted_checkpoint_is_not_listed_and_is_removed_by_the_next() {
 #[test]
 fn a_repeated_step_has_its_newer_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     checkpoint(&checkpoints, 1, 2);
     checkpoint(&checkpoints, 1, 1);
     assert_eq!(names(checkpoints.path()), ["step-00000001"]);
@@ -274,7 +274,7 @@ fn a_repeated_step_has_its_newer_checkpoint() {
 #[test]
 fn newer_checkpoints_are_moved_aside_under_distinct_names() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     let metrics = dir.path().join("metrics.jsonl");
     fs::write(&metrics, "lines").unwrap();
     checkpoint(&checkpoints, 1, 1);
@@ -293,7 +293,7 @@ fn newer_checkpoints_are_moved_aside_under_distinct_names() {
 #[test]
 fn too_little_space_is_reported_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     let text = checkpoints
         .begin(1, 1 << 60, false)
         .unwrap_err()
@@ -309,7 +309,7 @@ fn too_little_space_is_reported_before_anything_is_written() {
 #[test]
 fn a_file_outside_the_directory_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let checkpoints = Checkpoints::of(dir.path());
+    let checkpoints = Checkpoints::in_run_dir(dir.path());
     let mut description = begin(&checkpoints, 1, 1);
     description.files[0].name = "../step-00000001/tiles.0".into();
     let path = checkpoints.finish(&description).unwrap();
@@ -322,7 +322,7 @@ fn a_checkpoint_in_another_directory_is_used_and_removed_through_its_link() {
     let dir = tempfile::tempdir().unwrap();
     let run = dir.path().join("run");
     let elsewhere = dir.path().join("spare/job");
-    let checkpoints = Checkpoints::of(&run).or_in(Some(elsewhere.clone()));
+    let checkpoints = Checkpoints::in_run_dir(&run).or_in(Some(elsewhere.clone()));
     for step in [1, 2, 2, 3] {
         checkpoint(&checkpoints, step, 2);
         let newest = checkpoints.newest().unwrap().unwrap();
@@ -336,7 +336,7 @@ fn a_checkpoint_in_another_directory_is_used_and_removed_through_its_link() {
     // One that is interrupted.
     begin(&checkpoints, 4, 1);
     assert_eq!(names(&elsewhere).len(), 3);
-    Checkpoints::of(&run).clean().unwrap();
+    Checkpoints::in_run_dir(&run).clean().unwrap();
     assert_eq!(names(&elsewhere).len(), 2);
     // Too large for either place: the first one is named.
     let refused = checkpoints
@@ -347,6 +347,6 @@ fn a_checkpoint_in_another_directory_is_used_and_removed_through_its_link() {
         refused.contains("run/checkpoints/step-00000005 takes "),
         "{refused}"
     );
-    Checkpoints::of(&run).remove_all().unwrap();
+    Checkpoints::in_run_dir(&run).remove_all().unwrap();
     assert!(!elsewhere.exists() && !run.join("checkpoints").exists());
 }

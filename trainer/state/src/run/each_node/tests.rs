@@ -35,7 +35,7 @@ impl Nodes {
     }
 
     fn checkpoints(&self, node: usize) -> Checkpoints {
-        Checkpoints::of(&self.dir(node))
+        Checkpoints::in_run_dir(&self.dir(node))
     }
 
     /// Does `work` on all nodes at once.
@@ -100,7 +100,7 @@ impl Nodes {
     }
 
     fn meet(&self, dirs: &NodeDirs) -> HeldByNodes {
-        dirs.meet(&Held::of(&dirs.run_dir).unwrap()).unwrap()
+        dirs.meet(&Held::read(&dirs.run_dir).unwrap()).unwrap()
     }
 
     /// Names and contents of the files in a checkpoint on `node`.
@@ -150,7 +150,7 @@ fn describe(step: u64, tell: u64, files: Vec<SavedFile>) -> CheckpointDescriptio
 }
 
 fn of_bytes(name: &str, bytes: &[u8]) -> Sent {
-    Sent::of(name.into(), bytes.to_vec())
+    Sent::from_contents(name.into(), bytes.to_vec())
 }
 
 #[test]

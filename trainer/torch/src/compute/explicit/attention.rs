@@ -215,7 +215,7 @@ pub(super) fn normed_attention(
             mixed: Mixed::Cudnn(attended.stats, Some(inputs)),
         });
     }
-    let output = form.of([query, key, value])?;
+    let output = form.forward([query, key, value])?;
     let attn_out = output.f_detach()?.f_to_kind(qkv.kind())?;
     Ok(Attention {
         shape,

@@ -138,7 +138,7 @@ fn cases(kind: Kind) -> Vec<(String, Box<dyn Fn() -> Case>)> {
     let mut cases: Vec<(String, Box<dyn Fn() -> Case>)> = Vec::new();
     let mut add = |name: String, case: Box<dyn Fn() -> Case>| cases.push((name, case));
     for (name, config) in forms(&base).into_iter().chain([("llama", base)]) {
-        let of = move |config: &ModelConfig| Case::of(config, kind, MICRO_BATCH, SEQ_LEN);
+        let of = move |config: &ModelConfig| Case::from_config(config, kind, MICRO_BATCH, SEQ_LEN);
         let whole = ModelConfig {
             sliding_window: None,
             pad_token_id: None,

@@ -81,7 +81,7 @@ fn a_document_is_computed_as_if_it_were_alone() {
     };
     let base = config(false);
     for (name, config) in forms(&base).into_iter().chain([("llama", base.clone())]) {
-        let of = || Case::of(&config, Kind::Double, LENGTHS.len(), ALL);
+        let of = || Case::from_config(&config, Kind::Double, LENGTHS.len(), ALL);
         gives_the_results_of_each_document_alone(of, name);
         gives_the_results_of_each_document_alone(|| of().leaving_out(weighed), name);
         gives_the_results_of_each_document_alone(|| of().written_out(), name);

@@ -5,7 +5,7 @@ use super::*;
 
 /// Loss and gradients of `rows` samples from sample `first` of the four below.
 fn of_rows(config: &ModelConfig, first: usize, rows: usize) -> Vec<f64> {
-    let mut case = Case::of(config, Kind::Double, 1, SEQ_LEN).leaving_out(SOME);
+    let mut case = Case::from_config(config, Kind::Double, 1, SEQ_LEN).leaving_out(SOME);
     let all: Vec<i64> = (0..4 * SEQ_LEN as i64).map(|i| (i * i + 3) % 11).collect();
     let own = &all[first * SEQ_LEN..(first + rows) * SEQ_LEN];
     let inputs = Tokens::inputs(own, rows, SEQ_LEN, 11).unwrap();
@@ -40,13 +40,14 @@ fn other_micro_batches_drop_the_same_elements() {
 #[test]
 fn samples_without_a_number_have_no_dropout() {
     for (name, config) in forms(&config(false)) {
-        let plain = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN);
-        let mut case = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
+        let plain = Case::from_config(&config, Kind::Float, MICRO_BATCH, SEQ_LEN);
+        let mut case =
+            Case::from_config(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
         assert_ne!(case.loss(), plain.loss(), "{name}");
         let another = case.loss();
         case.inputs = case.inputs.numbered(6);
         assert_ne!(case.loss(), another, "{name}: each sample has its own mask");
-        case.inputs = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).inputs;
+        case.inputs = Case::from_config(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).inputs;
         assert_eq!(case.loss().to_bits(), plain.loss().to_bits(), "{name}");
     }
 }

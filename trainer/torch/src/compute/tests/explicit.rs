@@ -59,7 +59,7 @@ fn explicit_gradients_with_biases_and_head_norms_are_the_slope_of_the_loss() {
         ..config(false)
     };
     for config in written_out_forms(&base) {
-        let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+        let case = Case::from_config(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
         gradients_are_slopes(case.written_out());
     }
 }
@@ -81,8 +81,8 @@ fn the_explicit_backward_agrees_with_autograd() {
             for config in plain.into_iter().chain(written_out_forms(&larger(tied))) {
                 let seq_len = config.max_position_embeddings;
                 let (loss, grads) =
-                    Case::of(&config, kind, MICRO_BATCH, seq_len).loss_and_grads(0.5);
-                let other = Case::of(&config, kind, MICRO_BATCH, seq_len).written_out();
+                    Case::from_config(&config, kind, MICRO_BATCH, seq_len).loss_and_grads(0.5);
+                let other = Case::from_config(&config, kind, MICRO_BATCH, seq_len).written_out();
                 let (other_loss, other_grads) = other.loss_and_grads(0.5);
                 assert!(
                     (loss / other_loss - 1.0).abs() < loss_tolerance,
@@ -144,7 +144,7 @@ fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
         let forms = written_out_forms(&larger(true));
         for config in [config(false), larger(true)].into_iter().chain(forms) {
             let case = |keep| {
-                let mut case = Case::of(&config, kind, MICRO_BATCH, 16).written_out();
+                let mut case = Case::from_config(&config, kind, MICRO_BATCH, 16).written_out();
                 case.engine = case.engine.with_checkpointing(keep);
                 case
             };

@@ -78,7 +78,12 @@ fn the_gradients_of_every_form_are_slopes() {
     };
     for (name, config) in forms(&base) {
         println!("{name}");
-        gradients_are_slopes(Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN));
+        gradients_are_slopes(Case::from_config(
+            &config,
+            Kind::Double,
+            MICRO_BATCH,
+            SEQ_LEN,
+        ));
     }
 }
 
@@ -90,7 +95,7 @@ fn gradients_with_dropout_are_slopes() {
     };
     for (name, config) in forms(&base) {
         println!("{name}");
-        let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+        let case = Case::from_config(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
         gradients_are_slopes(case.leaving_out(SOME));
     }
 }
@@ -100,7 +105,7 @@ fn every_form_gives_the_bits_of_one_graph() {
     for kind in [Kind::Float, Kind::BFloat16] {
         for (name, config) in forms(&larger(false)) {
             println!("{name}, {kind:?}");
-            let case = || Case::of(&config, kind, MICRO_BATCH, 64);
+            let case = || Case::from_config(&config, kind, MICRO_BATCH, 64);
             gives_the_bits_of_one_graph(&case());
             gives_the_bits_of_one_graph(&case().leaving_out(SOME));
         }
@@ -110,7 +115,7 @@ fn every_form_gives_the_bits_of_one_graph() {
 #[test]
 fn every_form_in_bf16_is_near_fp32() {
     for (name, config) in forms(&larger(true)) {
-        let of = |kind| Case::of(&config, kind, MICRO_BATCH, 64);
+        let of = |kind| Case::from_config(&config, kind, MICRO_BATCH, 64);
         let (wide, narrow) = (of(Kind::Float).loss(), of(Kind::BFloat16).loss());
         assert!(
             (wide / narrow - 1.0).abs() < 1e-2,
@@ -121,7 +126,7 @@ fn every_form_in_bf16_is_near_fp32() {
 
 /// Returns for each position whether a change of the token at `position` affects the block's output there.
 fn seen_from(config: &ModelConfig, dropout: Dropout, position: i64) -> Vec<bool> {
-    let case = Case::of(config, Kind::Double, 1, SEQ_LEN).leaving_out(dropout);
+    let case = Case::from_config(config, Kind::Double, 1, SEQ_LEN).leaving_out(dropout);
     let input = case.forward().swap_remove(0).tensor;
     let moved = input.copy();
     let _ = moved.get(0).get(position).fill_(0.5);

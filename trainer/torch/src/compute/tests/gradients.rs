@@ -17,7 +17,7 @@ fn all_gradients_are_slopes(tied: bool, change: impl FnOnce(Case) -> Case) {
         head_dim: None,
         ..config(tied)
     };
-    let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+    let case = Case::from_config(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
     compare(change(case), 1);
 }
 

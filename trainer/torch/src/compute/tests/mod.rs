@@ -51,10 +51,10 @@ const SEQ_LEN: usize = 5;
 
 impl Case {
     fn new(tied: bool, kind: Kind) -> Self {
-        Self::of(&config(tied), kind, MICRO_BATCH, SEQ_LEN)
+        Self::from_config(&config(tied), kind, MICRO_BATCH, SEQ_LEN)
     }
 
-    fn of(config: &ModelConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
+    fn from_config(config: &ModelConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
         // One thread for all of these tests: the models are too small for two, and the setting is global to
         // the process.
         set_up(1).unwrap();

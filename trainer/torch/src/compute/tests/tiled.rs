@@ -26,7 +26,7 @@ fn gradients_with_an_mlp_in_chunks_are_slopes() {
     };
     for (name, config) in forms(&base) {
         println!("{name}");
-        let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
+        let case = Case::from_config(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
         // 12 elements in 5 chunks: some of two, some of three.
         gradients_are_slopes(case.leaving_out(SOME).in_tiles(5));
     }
@@ -35,7 +35,8 @@ fn gradients_with_an_mlp_in_chunks_are_slopes() {
 #[test]
 fn chunks_give_the_loss_and_gradients_of_the_whole_mlp() {
     for (name, config) in forms(&config(true)) {
-        let case = || Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
+        let case =
+            || Case::from_config(&config, Kind::Double, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
         let (loss, grads) = case().loss_and_grads(0.5);
         for tiles in [2, 3, 12] {
             let (tiled_loss, tiled_grads) = case().in_tiles(tiles).loss_and_grads(0.5);
@@ -57,7 +58,7 @@ fn chunks_give_the_loss_and_gradients_of_the_whole_mlp() {
 
 #[test]
 fn one_chunk_is_the_whole_mlp_bit_for_bit() {
-    let case = || Case::of(&config(false), Kind::Float, MICRO_BATCH, SEQ_LEN);
+    let case = || Case::from_config(&config(false), Kind::Float, MICRO_BATCH, SEQ_LEN);
     assert_eq!(
         case().loss_and_grads(1.0),
         case().in_tiles(1).loss_and_grads(1.0)

@@ -116,23 +116,28 @@ fn block_by_block_gives_the_bits_of_one_graph() {
     for kind in [Kind::Float, Kind::BFloat16] {
         for config in [config(false), larger(false)] {
             let seq_len = config.max_position_embeddings;
-            gives_the_bits_of_one_graph(&Case::of(&config, kind, MICRO_BATCH, seq_len));
+            gives_the_bits_of_one_graph(&Case::from_config(&config, kind, MICRO_BATCH, seq_len));
         }
     }
 }
 
 #[test]
 fn a_tied_model_in_fp32_gives_the_bits_of_one_graph() {
-    gives_the_bits_of_one_graph(&Case::of(&larger(true), Kind::Float, MICRO_BATCH, 64));
+    gives_the_bits_of_one_graph(&Case::from_config(
+        &larger(true),
+        Kind::Float,
+        MICRO_BATCH,
+        64,
+    ));
 }
 
 #[test]
 fn the_same_step_again_gives_the_same_bits() {
     for kind in [Kind::Float, Kind::BFloat16] {
-        let first = Case::of(&larger(false), kind, MICRO_BATCH, 64);
+        let first = Case::from_config(&larger(false), kind, MICRO_BATCH, 64);
         let (loss, grads) = first.loss_and_grads(1.0);
         // Allocations in between move every buffer; the first case still holds its own.
-        let second = Case::of(&larger(false), kind, MICRO_BATCH, 64);
+        let second = Case::from_config(&larger(false), kind, MICRO_BATCH, 64);
         let (again, grads_again) = second.loss_and_grads(1.0);
         assert_eq!(loss.to_bits(), again.to_bits());
         assert!(grads == grads_again, "{kind:?}");

@@ -208,7 +208,7 @@ impl GpuBuffers {
             swapper.gather(unit, |_| Ok::<(), TrainError>(()))?;
             return self.gather_copy(unit, trace);
         }
-        self.take(unit)?;
+        self.claim_buffer(unit)?;
         let (gpu, up, elem_bytes) = (&self.sums.gpu, &self.buffers.up, self.elem_bytes);
         let to = self.buffers.weights_at(unit);
         swapper.gather(unit, |parts| {
@@ -232,7 +232,7 @@ impl GpuBuffers {
         if self.has_copy(unit) {
             return self.gather_copy(unit, trace);
         }
-        self.take(unit)?;
+        self.claim_buffer(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
         if unit == EMBEDDING {
             // The first gather of a pass must follow the update of the tiles.
@@ -250,7 +250,7 @@ impl GpuBuffers {
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        self.take(unit)?;
+        self.claim_buffer(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
         let to = self.buffers.weights_at(unit);
         let part = to.at(shards.copied(unit).start * self.elem_bytes);
@@ -258,7 +258,7 @@ impl GpuBuffers {
         copies.host.put_back(unit, part, &self.buffers.up)?;
         between.wait(&self.buffers.up.record()?)?;
         let name = || format!("node's copy of unit {unit}");
-        self.collectives.of(trace, between, name, || {
+        self.collectives.record(trace, between, name, || {
             shards.gather_copies_on(between, unit, to, self.elem_bytes)
         })?;
         self.buffers.at_mut(unit).arrived = Some(between.record()?);
@@ -292,8 +292,8 @@ impl GpuBuffers {
     }
 
     /// Takes the buffer for `unit`. Writes to it wait until the work that reads it is done.
-    fn take(&mut self, unit: usize) -> Result<(), TrainError> {
-        if let Some(free) = self.buffers.take(unit).free.take() {
+    fn claim_buffer(&mut self, unit: usize) -> Result<(), TrainError> {
+        if let Some(free) = self.buffers.next_buffer(unit).free.take() {
             self.buffers.up.wait(&free)?;
             self.buffers.between.wait(&free)?;
         }
@@ -306,7 +306,7 @@ impl GpuBuffers {
         if shards.gathers() {
             let to = self.buffers.weights_at(unit);
             let name = || format!("weights of unit {unit}");
-            self.collectives.of(trace, between, name, || {
+            self.collectives.record(trace, between, name, || {
                 shards.gather_on(between, unit, to, self.elem_bytes)
             })?;
         }
@@ -360,7 +360,7 @@ impl GpuBuffers {
             let between = &self.buffers.between;
             between.wait(&self.sums.compute.record()?)?;
             let name = || format!("gradients of unit {unit}");
-            self.collectives.of(trace, between, name, || {
+            self.collectives.record(trace, between, name, || {
                 shards.reduce_on(between, unit, to, self.sums.grad_type)
             })?;
         }
@@ -506,9 +506,9 @@ impl Buffers {
     }
 
     /// Takes the next buffer for `unit`.
-    fn take(&mut self, unit: usize) -> &mut Weights {
+    fn next_buffer(&mut self, unit: usize) -> &mut Weights {
         if unit != EMBEDDING && unit != self.head_unit {
-            self.rotation.take(unit);
+            self.rotation.assign(unit);
         }
         self.at_mut(unit)
     }

@@ -124,7 +124,7 @@ impl HostBuffers {
             swapper.gather(unit, |_| Ok::<(), TrainError>(()))?;
             return self.gather_copy(unit);
         }
-        self.take(unit);
+        self.claim_buffer(unit);
         let elem_bytes = self.elem_bytes;
         let shards = self.shards.clone();
         let weights = self.buffer(unit);
@@ -146,7 +146,7 @@ impl HostBuffers {
     /// Copies a unit's weights into a buffer from the node's copy; with several ranks on the node, starts gathering
     /// them.
     pub(in crate::train) fn gather_copy(&mut self, unit: usize) -> Result<(), TrainError> {
-        self.take(unit);
+        self.claim_buffer(unit);
         let bytes = self.copied_bytes(unit);
         let shards = self.shards.clone();
         let mut kept = std::mem::take(&mut self.copies[unit].bytes);
@@ -159,9 +159,9 @@ impl HostBuffers {
     }
 
     /// Takes a buffer for `unit`.
-    fn take(&mut self, unit: usize) {
+    fn claim_buffer(&mut self, unit: usize) {
         if unit != EMBEDDING && unit != self.head {
-            self.rotation.take(unit);
+            self.rotation.assign(unit);
         }
     }
 

@@ -67,7 +67,7 @@ pub(super) enum TilesIn {
 
 impl TilesIn {
     /// Where the tiles of `plan` are.
-    pub(super) fn of(plan: &Plan) -> Self {
+    pub(super) fn from_plan(plan: &Plan) -> Self {
         match (plan.lives_in_gpu(), plan.in_gpu.contains(&true)) {
             (true, _) => Self::Gpu,
             (false, true) => Self::Both,

@@ -17,7 +17,7 @@ impl Rotation {
     }
 
     /// Assigns the next buffer to `unit`.
-    pub(super) fn take(&mut self, unit: usize) -> usize {
+    pub(super) fn assign(&mut self, unit: usize) -> usize {
         let at = self.next;
         self.held[at] = Some(unit);
         self.next = (at + 1) % self.held.len();
@@ -42,8 +42,8 @@ mod tests {
     #[test]
     fn the_oldest_buffer_is_taken_and_the_newest_found() {
         let mut rotation = Rotation::new(3);
-        assert_eq!([1, 2, 3].map(|unit| rotation.take(unit)), [0, 1, 2]);
-        assert_eq!(rotation.take(3), 0);
+        assert_eq!([1, 2, 3].map(|unit| rotation.assign(unit)), [0, 1, 2]);
+        assert_eq!(rotation.assign(3), 0);
         assert_eq!((rotation.at(3), rotation.at(2)), (0, 1));
     }
 }
