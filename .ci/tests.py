@@ -61,7 +61,7 @@ class Run:
         self.beside = Target("beside")  # pytest's tests, which are in no target of cargo's
         self.test = None  # whose output follows
 
-    def take(self, line):
+    def read_line(self, line):
         """Reads one line. Returns whether a target starts with it."""
         if running := re.match(r"\s+Running .*\((.+)\)$", line):
             self.targets.append(Target(self.names.get(os.path.basename(running[1]), running[1])))
@@ -198,7 +198,7 @@ class Lane(threading.Thread):
                         since, cpu_s = now, now_cpu_s
                     if line is not None:
                         self.show(line)
-                        run.take(line.rstrip("\n"))
+                        run.read_line(line.rstrip("\n"))
             self.passed &= child.returncode == 0
             self.targets += run.targets
             self.times += [timed for target in (*run.targets, run.beside) for timed in target.times]
@@ -220,13 +220,13 @@ def lanes(cargo, names, beside):
     def named(chosen):
         return [word for test in chosen for word in ("--test", test)]
 
-    def of(chosen):
+    def command_if_any(chosen):
         chosen = [test for test in tests if test in chosen]
         return [command(*named(chosen))] if chosen else []
 
     first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc", times=[])]
     parts = [[[beside, f"--durations={SLOWEST_TESTS_MAX}", "-k", part]] if beside else [] for part in PARTS]
-    return of(ALONE), first + parts[0], of(WAITING) + parts[1]
+    return command_if_any(ALONE), first + parts[0], command_if_any(WAITING) + parts[1]
 
 
 def run(cargo, names, beside, log):
@@ -262,7 +262,7 @@ def record(cargo, path):
         return 1
     found = Run(names)
     for line in done.stdout.splitlines():
-        if not found.take(line) and (count := re.match(r"(\d+) tests?, ", line)):
+        if not found.read_line(line) and (count := re.match(r"(\d+) tests?, ", line)):
             found.targets[-1].count = int(count[1])
     counts = sorted(f"{target.name} {target.count}" for target in found.targets if target.count)
     path.write_text("# Tests of each target: `make test` fails when fewer ran. `make test-counts` writes this file.\n" + "\n".join(counts) + "\n")

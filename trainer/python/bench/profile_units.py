@@ -27,7 +27,7 @@ from offloadd import _commits, _engine, _gathering, _gradients, _held, _memory, 
 PARTS = {
     "forward: hooks": (_engine.Engine, ("_before_forward", "_after_forward", "_hook_made", "_begin_pass")),
     "backward: hooks": (_engine.Engine, ("_before_backward", "_before_gradient", "_start_backward", "_settle", "_backward_ended")),
-    "backward: gradients": (_gradients.Gradients, ("take", "take_all", "hand_over")),
+    "backward: gradients": (_gradients.Gradients, ("collect", "take_all", "hand_over")),
     "backward: end": (_gradients.Gradients, ("left", "end_backward", "put_away", "looked_at", "_collect_sums", "show")),
     "gather and release": (_gathering.Gathering, ("gather", "release", "take_away", "_expect", "_open", "guard", "_note_written", "refuse_writes")),
     "order": (_order.Order, ("begin", "next", "gathers", "outside", "_learn", "forget_rest")),

@@ -116,7 +116,7 @@ def main():
         for row in args.rows:
             table.row(model, row)
     print((args.out / "SEVEN_MODELS.md").read_text())
-    without = [f"{model} {row}" for model in args.models for row in args.rows if "samples_per_s" not in table.of(model, row)]
+    without = [f"{model} {row}" for model in args.models for row in args.rows if "samples_per_s" not in table.figures(model, row)]
     return f"seven_models.py: no figure for {', '.join(without)}" if without else 0
 
 
@@ -131,7 +131,7 @@ class Table:
         git = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         self.about = {"hardware": results.hardware(), "date": datetime.date.today().isoformat(), "commit": args.commit or git.stdout.strip()}
 
-    def of(self, model, row):
+    def figures(self, model, row):
         return self.found.get((model, row), {})
 
     def left_s(self):
@@ -140,7 +140,7 @@ class Table:
     def build_deepspeed(self):
         """Compiles DeepSpeed's optimizer, which its first row would otherwise wait for."""
         wanted = [row for row in self.args.rows if isinstance(ROWS[row][2], tuple)]
-        if all("samples_per_s" in self.of(model, row) for model in self.args.models for row in wanted):
+        if all("samples_per_s" in self.figures(model, row) for model in self.args.models for row in wanted):
             return
         script = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         log, began = self.args.out / "deepspeed-build.log", time.monotonic()
@@ -150,7 +150,7 @@ class Table:
 
     def row(self, model, row):
         """Measures one row and writes the table again."""
-        if "samples_per_s" in self.of(model, row):
+        if "samples_per_s" in self.figures(model, row):
             return
         if self.left_s() < ROW_MIN_S:
             found = {"note": "no time was left: call again"}
@@ -163,7 +163,7 @@ class Table:
             if "samples_per_s" in found and (why := self.wrong(model, found)):
                 found["wrong_samples_per_s"] = found.pop("samples_per_s")
                 found["note"] = why
-            elif "samples_per_s" in found and "losses" not in self.of(model, REFERENCE) and row != REFERENCE:
+            elif "samples_per_s" in found and "losses" not in self.figures(model, REFERENCE) and row != REFERENCE:
                 found["note"] = "its losses were compared with nothing: plain PyTorch has no figure"
             print({key: value for key, value in found.items() if key != "step_s_each"}, flush=True)
         self.found[model, row] = {"model": model, "row": row, **self.about, **found}
@@ -180,7 +180,7 @@ class Table:
         if not self.args.testdrives:
             return {"note": "name --directory or --testdrives"}
         # As table.py: two generations of 14 bytes a parameter at most, and room for its files' rounding.
-        size_bytes = self.of(model, REFERENCE).get("params", 1_600_000_000) * 28 // self.args.testdrives + (1 << 30)
+        size_bytes = self.figures(model, REFERENCE).get("params", 1_600_000_000) * 28 // self.args.testdrives + (1 << 30)
         directories = testdrives.create(self.args.testdrives, size_bytes, *rows.DRIVE_RATES, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
             return self.ran(model, row, directories, limited=True)
@@ -202,7 +202,7 @@ class Table:
 
     def wrong(self, model, found):
         """How the row's losses differ from plain PyTorch's, or None."""
-        losses, reference = found["losses"], self.of(model, REFERENCE).get("losses", found["losses"])
+        losses, reference = found["losses"], self.figures(model, REFERENCE).get("losses", found["losses"])
         if not abs(losses[0] - reference[0]) <= FIRST_LOSS_TOLERANCE * reference[0]:
             return f"another model: its first loss is {losses[0]:.4f}, and plain PyTorch's {reference[0]:.4f}"
         fall, wanted = losses[0] - losses[-1], reference[0] - reference[-1]

@@ -51,15 +51,15 @@ def make(directory, stdlib, scratch):
         env=os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(scratch / "cache"), "ZIG_LOCAL_CACHE_DIR": str(scratch / "cache")},
     )
 
-    def take(name, to=None):
+    def copy_library(name, to=None):
         (found,) = scratch.glob(f"cache/o/*/{name}")
         shutil.copy(found, directory / (to or name))
 
-    take("Scrt1.o")
-    take("libc_nonshared.a")
-    take("libld.so.2", "ld-linux-x86-64.so.2")
+    copy_library("Scrt1.o")
+    copy_library("libc_nonshared.a")
+    copy_library("libld.so.2", "ld-linux-x86-64.so.2")
     for name in LIBRARIES:
-        take(name)
+        copy_library(name)
         (directory / re.sub(r"\.\d$", "", name)).symlink_to(name)
     for source in NEWER:
         language = ("-x", "c", "-D_GNU_SOURCE") if source.suffix == ".c" else ("-std=c++17",)

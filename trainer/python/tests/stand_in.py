@@ -51,7 +51,7 @@ class StandIn:
 
         return self._begin(copy)
 
-    def bring(self, buffer, form):
+    def bring_back(self, buffer, form):
         one = torch.empty_strided(form.size, form.stride, dtype=form.dtype)
         address, size = one.data_ptr(), one.nbytes
         ctypes.memset(address, 0xFF, size)

@@ -192,9 +192,9 @@ def test_gradients_have_the_bits_of_plain_pytorch_and_nothing_stays(reentrant, w
 def test_inputs_leave_during_the_next_block_and_come_one_block_ahead(reentrant):
     with pair(reentrant, blocks=8) as (_, ours):
         model, activations, told, inputs = ours.model, ours.engine.activations, [], []
-        leave, bring = ours.copies.leave, ours.copies.bring
+        leave, bring_back = ours.copies.leave, ours.copies.bring_back
         ours.copies.leave = lambda one, buffer: told.append("leaves") or leave(one, buffer)
-        ours.copies.bring = lambda buffer, form: told.append("comes") or bring(buffer, form)
+        ours.copies.bring_back = lambda buffer, form: told.append("comes") or bring_back(buffer, form)
 
         def begins(block, args):
             told.append("block")
@@ -476,7 +476,7 @@ def test_a_gpus_copies_wait_for_each_other_and_pin_what_they_use(monkeypatch):
     copies.leave(one, buffer).wait()
     assert told == [*a_copy, "compute waits for copy"]
     told.clear()
-    back, copy = copies.bring(buffer, Form.of(one))
+    back, copy = copies.bring_back(buffer, Form.from_tensor(one))
     assert told == a_copy
     assert torch.equal(back, one) and back.stride() == one.stride() and back.dtype == one.dtype
     told.clear()

@@ -26,7 +26,7 @@ class Store(dict):
         self.set, self.get = self.__setitem__, self.__getitem__
 
 
-def look(*connections, until):
+def check_until(*connections, until):
     """Lets connections look for as long as it takes; returns the time."""
     began = time.monotonic()
     while not until() and time.monotonic() < began + 20:
@@ -43,12 +43,12 @@ def of_ranks(store, *ranks):
 
 def test_each_side_knows_that_the_other_is_there_until_it_ends():
     beside, first, second, third = *of_ranks(Store(), 1), *of_ranks(store := Store(), 0, 2, 3)
-    look(first, second, third, until=lambda: first.ranks == {2, 3} and second.ranks == third.ranks == {0} and not beside.ranks)
+    check_until(first, second, third, until=lambda: first.ranks == {2, 3} and second.ranks == third.ranks == {0} and not beside.ranks)
     second.close()
-    look(first, third, until=lambda: first.ranks == {3})
+    check_until(first, third, until=lambda: first.ranks == {3})
     assert third.ranks == {0}
     first.close()
-    look(third, until=lambda: not third.ranks)
+    check_until(third, until=lambda: not third.ranks)
     # Nobody listens any more.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((store.host, json.loads(store.get("run/connect"))[0]))
@@ -63,7 +63,7 @@ def test_a_stranger_neither_gets_in_nor_keeps_others_out(monkeypatch):
     for stranger, said in zip(strangers, says):
         stranger.sendall(said)
     second, third = of_ranks(store, 2, 3)
-    look(first, second, third, until=lambda: first.ranks == {2, 3} and second.ranks == third.ranks == {0})
+    check_until(first, second, third, until=lambda: first.ranks == {2, 3} and second.ranks == third.ranks == {0})
     for stranger in strangers:
         stranger.settimeout(1)
         with contextlib.suppress(ConnectionResetError):
@@ -86,13 +86,13 @@ def test_without_a_connection_it_says_so(capsys):
 
 def test_a_fork_keeps_no_connection():
     first, second = of_ranks(Store(), 0, 2)
-    look(first, second, until=lambda: first.ranks == {2} and second.ranks == {0})
+    check_until(first, second, until=lambda: first.ranks == {2} and second.ranks == {0})
     fork = os.fork()
     if fork == 0:
         signal.pause()
     try:
         second.close()
-        look(first, until=lambda: not first.ranks)
+        check_until(first, until=lambda: not first.ranks)
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
@@ -135,7 +135,7 @@ def test_a_machine_that_no_longer_answers_is_noticed(namespaces):
         (first,) = of_ranks(store, 0)
     with inside(namespaces[1]):
         (second,) = of_ranks(store, 2)
-        look(first, second, until=lambda: first.ranks == {2} and second.ranks == {0})
+        check_until(first, second, until=lambda: first.ranks == {2} and second.ranks == {0})
         time.sleep(2)
         for one in (first, second):
             one.check()
@@ -145,5 +145,5 @@ def test_a_machine_that_no_longer_answers_is_noticed(namespaces):
     # What it sends to rank 3 is never acknowledged.
     first.check()
     assert first.ranks == {2, 3}
-    assert look(first, second, until=lambda: not first.ranks and not second.ranks) < 8
+    assert check_until(first, second, until=lambda: not first.ranks and not second.ranks) < 8
     assert not third.ranks

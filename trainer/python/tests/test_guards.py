@@ -188,14 +188,14 @@ def stale_units(patch):
 
 def order_of_sums(patch):
     """Gradients of one backward are summed before they are added to those of the step."""
-    original = Gradients.take
+    original = Gradients.collect
 
-    def take(self, unit, param):
+    def collect(self, unit, param):
         kept, self._summed = self._summed, set()
         original(self, unit, param)
         self._summed = kept | self._summed
 
-    patch.setattr(Gradients, "take", take)
+    patch.setattr(Gradients, "collect", collect)
 
 
 def versions(patch):
@@ -205,7 +205,7 @@ def versions(patch):
 
 def handles_before_sums(patch):
     """Handles of earlier gradients are taken away when a unit comes, not when its gradient does."""
-    patch.setattr(Engine, "_before_gradient", lambda self, unit, param: self.gradients.take(unit, param))
+    patch.setattr(Engine, "_before_gradient", lambda self, unit, param: self.gradients.collect(unit, param))
 
 
 def dropped(patch):

@@ -254,7 +254,7 @@ def generate(rank, number, model):
     assert made.shape == (BATCH, 5 + rank)
 
 
-def look(rank, number, model):
+def read_weight(rank, number, model):
     if rank == 0:
         model.lm_head.weight.sum().item()
 
@@ -283,7 +283,7 @@ def test_ranks_that_do_different_things_are_all_told_who_stands_where(tmp_path):
     for what, steps, words in (
         (skip, (3, 3), ('rank 0: "bring (root) (forward)"', 'rank 1: "bring (root) (forward without gradients)"')),
         (slow, (3, 2), ('rank 0: "bring (root) (forward)"', 'rank 1: "end the run"')),
-        (look, (3, 3), ('rank 0: "bring (root) (outside of forward and backward)"', 'rank 1: "bring (root) (forward)"')),
+        (read_weight, (3, 3), ('rank 0: "bring (root) (outside of forward and backward)"', 'rank 1: "bring (root) (forward)"')),
     ):
         path = tmp_path / what.__name__
         for told in on_ranks(2, tmp_path / f"store-{what.__name__}", diverge, path, what, steps):
@@ -389,7 +389,7 @@ def late_look(rank, ranks, path):
     """The first rank looks for the second before that one comes, and goes on when it has come, failed and ended."""
     number, come, meeting = Board.number, Board.arrive, "compare models and settings"
 
-    def look(board, other):
+    def number_of_ended(board, other):
         found = number(board, other)
         if rank == 0 and other == 1 and board.what(0, found + 1) == meeting:
             while not board.ended(1):
@@ -403,7 +403,7 @@ def late_look(rank, ranks, path):
         time.sleep(0.05)
         come(board, own, it, what, data)
 
-    Board.number, Board.arrive = look, arrive
+    Board.number, Board.arrive = number_of_ended, arrive
     other_dir(rank, ranks, path)
 
 

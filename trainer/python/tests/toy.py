@@ -81,7 +81,7 @@ class Offloaded:
         experts.know(units, modules)
         for unit in units:
             unit.place()
-        experts.take()
+        experts.free_wholes()
         self.core = FakeCore(units)
         self.engine = Engine(model, units, modules, self.core, keep=False, experts=experts)
         self.names = {id(param): name for name, param in model.named_parameters()}

@@ -56,7 +56,7 @@ class _Input:
 
     def __init__(self, activations: "Activations", one: torch.Tensor, inputs: _Inputs) -> None:
         self._activations, self.inputs = activations, inputs
-        self._form, self._version = Form.of(one), one._version
+        self._form, self._version = Form.from_tensor(one), one._version
         # Sees changes as long as the script has the tensor.
         self._of_script = weakref.ref(one)
         # On the device, until it has left; the version counter is the tensor's.
@@ -71,7 +71,7 @@ class _Input:
         if self._buffer is not None:
             return
         self._compare(self._source)
-        self._buffer = self._activations.pool.take(self._source.nbytes)
+        self._buffer = self._activations.pool.lend(self._source.nbytes)
         self._leaving = self._activations.copies.leave(self._source, self._buffer)
         self._activations.moved_bytes += self._source.nbytes
 
@@ -82,12 +82,12 @@ class _Input:
             self._leaving.wait()
             self._leaving = self._source = None
 
-    def bring(self) -> None:
+    def begin_to_return(self) -> None:
         """Begins to bring it, unless it is here or on its way."""
         if self._source is None and self._coming is None:
-            self._coming = self._activations.copies.bring(self._buffer, self._form)
+            self._coming = self._activations.copies.bring_back(self._buffer, self._form)
 
-    def take(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         """The tensor, on the device."""
         self._compare(self._of_script())
         if self._source is not None:
@@ -96,7 +96,7 @@ class _Input:
             raise RuntimeError(_CHANGED.format(tuple(self._form.size)))
         if self._source is not None:
             return self._source
-        self.bring()
+        self.begin_to_return()
         (one, copy), self._coming = self._coming, None
         copy.wait()
         return one
@@ -189,9 +189,9 @@ class Activations:
             if packed.one._version != packed.version:
                 raise RuntimeError(_CHANGED.format(tuple(packed.one.shape)))
             return packed.one
-        found, before = packed.take(), packed.inputs.before and packed.inputs.before()
+        found, before = packed.tensor(), packed.inputs.before and packed.inputs.before()
         for one in before.each() if before is not None else ():
-            one.bring()
+            one.begin_to_return()
         return found
 
     def backward_ended(self) -> None:

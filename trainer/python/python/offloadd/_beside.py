@@ -145,7 +145,7 @@ class Beside:
             if piece.start == 0 or id(piece.param) not in flats:
                 flats[id(piece.param)] = self._flat_grad(piece, grad)
             to.append(view)
-            come.append(piece.of(flats[id(piece.param)]))
+            come.append(piece.slice_of(flats[id(piece.param)]))
             if piece.start + piece.own == len(flats[id(piece.param)]):
                 del flats[id(piece.param)]
         if to:
@@ -283,7 +283,7 @@ class Beside:
             self.memory.ready(unit)
             if not unit.sharded:
                 self.ranks.transfers.gather(unit, lambda: "after a step")
-            to = [piece.of(flat_of(local_of(piece.param))) for piece in unit.params]
+            to = [piece.slice_of(flat_of(local_of(piece.param))) for piece in unit.params]
             torch._foreach_copy_(to, unit.views(unit.flat))
             self.memory.release(unit)
             unit.expected = False
@@ -317,7 +317,7 @@ class Beside:
         """A copy of the values that the parameters of a unit have, in host memory."""
         flat = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu")
         for piece, view in zip(unit.params, unit.views(flat)):
-            view.copy_(piece.of(flat_of(local_of(piece.param))))
+            view.copy_(piece.slice_of(flat_of(local_of(piece.param))))
         return flat
 
     def stored(self, unit: ParamUnit) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, one: torch.Tensor) -> "Form":
+    def from_tensor(cls, one: torch.Tensor) -> "Form":
         return cls(one.size(), one.stride(), one.dtype)
 
 
@@ -53,7 +53,7 @@ class Copies(Protocol):
     def leave(self, one: torch.Tensor, buffer: Buffer) -> Copy:
         """Begins to copy a dense tensor, which must stay as it is until the copy is waited for."""
 
-    def bring(self, buffer: Buffer, form: Form) -> tuple[torch.Tensor, Copy]:
+    def bring_back(self, buffer: Buffer, form: Form) -> tuple[torch.Tensor, Copy]:
         """Makes a tensor on the device and begins to copy to it."""
 
 
@@ -67,7 +67,7 @@ class Pool:
         # Of all buffers, lent ones too.
         self.nbytes = 0
 
-    def take(self, size: int) -> Buffer:
+    def lend(self, size: int) -> Buffer:
         """Lends the smallest buffer with room for `size` bytes. Where none has, one that is too small goes for a new one, so that sequences of
         many lengths do not add up."""
         fitting = [one for one in self._free if one.nbytes >= size]
@@ -159,9 +159,9 @@ class GpuCopies:
 
     def leave(self, one: torch.Tensor, buffer: _Pinned) -> _GpuCopy:
         flat = one.as_strided((one.numel(),), (1,))
-        return self._begin(lambda: buffer.view(Form.of(one)).copy_(flat, non_blocking=True))
+        return self._begin(lambda: buffer.view(Form.from_tensor(one)).copy_(flat, non_blocking=True))
 
-    def bring(self, buffer: _Pinned, form: Form) -> tuple[torch.Tensor, _GpuCopy]:
+    def bring_back(self, buffer: _Pinned, form: Form) -> tuple[torch.Tensor, _GpuCopy]:
         one = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
         flat = one.as_strided((one.numel(),), (1,))
         return one, self._begin(lambda: flat.copy_(buffer.view(form), non_blocking=True))

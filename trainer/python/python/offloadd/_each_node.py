@@ -52,13 +52,13 @@ def separate(ranks: Ranks, directory: Path) -> bool:
     """Whether the directory, which is made if it is missing, is another one on each node. All ranks must call it."""
     device = 0
 
-    def look() -> None:
+    def find_device() -> None:
         nonlocal device
         if ranks.first_of_node:
             directory.mkdir(parents=True, exist_ok=True)
             device = os.stat(directory).st_dev
 
-    ranks.together("make a checkpoint's directory", lambda: on_files(directory, look), ends=False)
+    ranks.together("make a checkpoint's directory", lambda: on_files(directory, find_device), ends=False)
     answers = set(ranks.by_node("compare what is known of the nodes' directories", _separate.get(device)))
     if answers in ({True}, {False}):
         return answers.pop()

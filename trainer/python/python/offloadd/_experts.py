@@ -254,7 +254,7 @@ class CutExperts:
 
     # The parameters
 
-    def take(self) -> None:
+    def free_wholes(self) -> None:
         """The parts have memory of their own: frees that of the whole parameters, once all have."""
         if self.taken or any(unit.flat is None for unit in self.units):
             return
@@ -323,10 +323,10 @@ class Experts:
         for cut in self.cuts:
             cut.units = [unit for unit in units if modules[unit.index] in cut.groups]
 
-    def take(self) -> None:
+    def free_wholes(self) -> None:
         """Frees the memory of whole parameters whose parts have memory of their own."""
         for cut in self.cuts:
-            cut.take()
+            cut.free_wholes()
 
     def name(self, model: nn.Module, whole: Any) -> Optional[str]:
         """The name that a whole parameter has in the model's state."""

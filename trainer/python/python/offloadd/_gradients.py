@@ -155,7 +155,7 @@ class Gradients:
                     given[id(param)] = grad
         return dropped, given
 
-    def take(self, unit: Unit, param: nn.Parameter) -> None:
+    def collect(self, unit: Unit, param: nn.Parameter) -> None:
         """Takes what autograd, and hooks after it, have left in `param.grad`."""
         with AS_TENSORS():
             grad = param.grad
@@ -177,7 +177,7 @@ class Gradients:
 
     def take_all(self, unit: Unit) -> None:
         for param in unit.params:
-            self.take(unit, param)
+            self.collect(unit, param)
 
     def has_all(self, unit: Unit) -> bool:
         """Whether the gradients of the unit have come, on all ranks. They agree once on each time in a kind of pass: which parameters

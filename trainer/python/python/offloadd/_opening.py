@@ -147,7 +147,7 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
                 if unit.trained or not replace:
                     core.fill(unit.index, unit.flat.data_ptr())
                 gathering.release(unit)
-        gathering.experts.take()
+        gathering.experts.free_wholes()
     ranks.meet("commit the first content")
     core.end_fill()
     core.begin_step()
@@ -162,7 +162,7 @@ def adopt(commits: Commits, state: dict[str, Any]) -> None:
         unit.fresh = False
         if not gathering.keep:
             gathering.take_away(unit)
-        gathering.experts.take()
+        gathering.experts.free_wholes()
     commits.resume(state)
     commits.core.begin_step()
 

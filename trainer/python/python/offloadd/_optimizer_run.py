@@ -528,7 +528,7 @@ class OptimizerStates(States):
             if self._read is None or self._read[0] is not unit:
                 self._read = unit, run.read(unit)
             for flat, whole in zip(flats, self._read[1]):
-                unit.params[index].of(flat).copy_(unit.views(whole)[index])
+                unit.params[index].slice_of(flat).copy_(unit.views(whole)[index])
         values = [flat.as_strided(local.size(), local.stride()) for flat in flats]
         if is_dtensor(param):
             values = [_as_dtensor(value, param) for value in values]
@@ -553,14 +553,14 @@ def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:
 def _fill_piece(views: list[torch.Tensor], piece: Piece, state: dict[str, Any], names: Sequence[str]) -> bool:
     """Copies a parameter's state to the `views` of a piece. Returns whether it has a master that belongs to the values of the parameter."""
     local = local_of(piece.param)
-    part = lambda value: piece.of(flat_like(_part_of(value, piece.param).to("cpu", torch.float32), local))
+    part = lambda value: piece.slice_of(flat_like(_part_of(value, piece.param).to("cpu", torch.float32), local))
     for view, name in zip(views[1:], names):
         view.copy_(part(state[name]))
     if MASTER not in state:
         return False
     master = part(state[MASTER])
     # Weights that were loaded since the state was saved have masters of their own.
-    if not is_master_of(master, piece.of(flat_of(local)).to("cpu")):
+    if not is_master_of(master, piece.slice_of(flat_of(local)).to("cpu")):
         return False
     views[0].copy_(master)
     return True

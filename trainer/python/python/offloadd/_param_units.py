@@ -47,7 +47,7 @@ class Piece:
         """The room that each rank has for it."""
         return max(self.elems_of)
 
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Its elements in all of this rank's, which are `flat`."""
         return flat[self.start : self.start + self.own]
 

@@ -71,7 +71,7 @@ class _NoCopies:
     def leave(self, one: torch.Tensor, buffer: Any) -> Any:
         return self
 
-    def bring(self, buffer: Any, form: Form) -> tuple[torch.Tensor, Any]:
+    def bring_back(self, buffer: Any, form: Form) -> tuple[torch.Tensor, Any]:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta"), self
 
     def wait(self) -> None:
@@ -161,14 +161,14 @@ def _gradients_leave(units: Sequence[Unit]) -> Iterator[None]:
 def _leaving(unit: Unit) -> list[Any]:
     came: set[int] = set()
 
-    def take(param: torch.Tensor) -> None:
+    def release_gradients(param: torch.Tensor) -> None:
         came.add(id(param))
         if len(came) == len(unit.params):
             came.clear()
             for one in unit.params:
                 one.grad = None
 
-    return [param.register_post_accumulate_grad_hook(take) for param in unit.params]
+    return [param.register_post_accumulate_grad_hook(release_gradients) for param in unit.params]
 
 
 class _Live(TorchDispatchMode):
