@@ -24,7 +24,7 @@ use crate::report::Figures;
 use crate::targets::Target;
 use crate::targets::daemon::{DaemonTarget, job_name};
 use crate::targets::device::{Claim, DeviceFiles, DeviceTarget};
-use crate::watch::{Watch, Watched};
+use crate::watch::{SampleSources, Watch};
 
 /// Delay between an order and its start, so that all threads begin together.
 const START_DELAY: Duration = Duration::from_millis(5);
@@ -83,7 +83,7 @@ struct Order {
 }
 
 /// A target's answer after opening.
-struct Opened {
+struct TargetInfo {
     about: String,
     devices: Vec<DeviceInfo>,
 }
@@ -201,7 +201,7 @@ impl Bench {
             let orders = worker.orders.as_ref().expect("taken in drop only");
             orders.send(order).ok().context("a job's thread ended")?;
         }
-        let watched = Watched {
+        let watched = SampleSources {
             daemon_pid: self.daemon_pid,
             block_bytes: self.plan.block_bytes,
             drives: self.drives.clone(),
@@ -252,7 +252,7 @@ impl Drop for Bench {
 fn work(
     plan: &BenchPlan,
     index: u32,
-    opened: &Sender<Result<Opened>>,
+    opened: &Sender<Result<TargetInfo>>,
     orders: &Receiver<Order>,
     ended: &Sender<Result<Outcome>>,
 ) {
@@ -283,11 +283,11 @@ fn work(
     }
 }
 
-fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
+fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, TargetInfo)> {
     Ok(match &plan.target {
         TargetPlan::Device { files, choice } => {
             let target = DeviceTarget::open(files, *choice, plan.block_bytes, plan.depth)?;
-            let about = Opened {
+            let about = TargetInfo {
                 about: target.about().to_owned(),
                 devices: Vec::new(),
             };
@@ -314,7 +314,7 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
                 true => String::new(),
                 false => format!("; {}", info.memory_note),
             };
-            let about = Opened {
+            let about = TargetInfo {
                 about: format!("{} ({}){note}{gpu}", info.engine, info.engine_reason),
                 devices: (info.devices.iter())
                     .filter(|device| !device.left)

@@ -15,7 +15,7 @@ use crate::targets::device::{DeviceFiles, bytes_of};
 use crate::units::Bytes;
 
 /// Prepared target of a job. Dropping it removes everything that was made.
-pub(crate) struct Prepared {
+pub(crate) struct PreparedTarget {
     pub(crate) plan: BenchPlan,
     pub(crate) word: &'static str,
     /// Files for the engine alone.
@@ -29,7 +29,7 @@ pub(crate) struct Prepared {
     _daemon: Option<OwnDaemon>,
 }
 
-impl Prepared {
+impl PreparedTarget {
     /// Prepares `job`.
     ///
     /// # Errors
@@ -262,7 +262,7 @@ mod tests {
             place: Place::Socket(socket.clone()),
             gpu: false,
         };
-        let prepared = Prepared {
+        let prepared = PreparedTarget {
             plan: BenchPlan {
                 target: TargetPlan::Daemon {
                     socket,

@@ -13,7 +13,7 @@ use crate::report::Meanwhile;
 
 /// Sources of the samples.
 #[derive(Clone, Debug)]
-pub(crate) struct Watched {
+pub(crate) struct SampleSources {
     /// `None` without a daemon.
     pub(crate) daemon_pid: Option<u32>,
     pub(crate) block_bytes: u32,
@@ -21,7 +21,7 @@ pub(crate) struct Watched {
     pub(crate) drives: Vec<Drive>,
 }
 
-impl Watched {
+impl SampleSources {
     fn now(&self) -> Moment {
         Moment {
             mine_s: machine::cpu_seconds(std::process::id()).unwrap_or(0.0),
@@ -34,7 +34,7 @@ impl Watched {
 
 /// Samples of one measurement.
 pub(crate) struct Watch<'a> {
-    watched: Watched,
+    watched: SampleSources,
     progress: &'a Progress,
     start: Instant,
     begin: Instant,
@@ -56,7 +56,7 @@ struct Moment {
 
 impl<'a> Watch<'a> {
     pub(crate) fn new(
-        watched: Watched,
+        watched: SampleSources,
         progress: &'a Progress,
         what: &str,
         start: Instant,

@@ -25,7 +25,7 @@ struct Job {
 
 /// The checksum of a tile, with its slot.
 #[derive(Debug)]
-pub(crate) struct Summed {
+pub(crate) struct ChecksummedTile {
     pub(crate) ticket: TicketId,
     pub(crate) slot: Slot,
     pub(crate) checksum: u32,
@@ -36,7 +36,7 @@ pub(crate) struct Summed {
 pub(crate) struct ChecksumPool {
     /// `None` while the pool is dropped.
     jobs: Option<Sender<Job>>,
-    results: Receiver<Summed>,
+    results: Receiver<ChecksummedTile>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -62,7 +62,7 @@ impl ChecksumPool {
                         return;
                     };
                     let checksum = checksum(&slot.as_slice()[..bytes as usize]);
-                    let summed = Summed {
+                    let summed = ChecksummedTile {
                         ticket,
                         slot,
                         checksum,
@@ -93,7 +93,7 @@ impl ChecksumPool {
     }
 
     /// Returns a finished checksum, if there is one.
-    pub(crate) fn next_result(&self) -> Option<Summed> {
+    pub(crate) fn next_result(&self) -> Option<ChecksummedTile> {
         self.results.try_recv().ok()
     }
 }

@@ -10,13 +10,13 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use crate::{ClientError, Slot, TileError};
 
-/// Name of an operation in flight. Dropping a ticket frees nothing; its [`Done`] still comes.
+/// Name of an operation in flight. Dropping a ticket frees nothing; its [`EndedOperation`] still comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(pub(crate) TicketId);
 
 /// An operation that has ended, with its slot.
 #[derive(Debug)]
-pub struct Done {
+pub struct EndedOperation {
     /// Ticket returned when the operation was started.
     pub ticket: Ticket,
     /// Direction of the transfer.
@@ -26,12 +26,12 @@ pub struct Done {
     /// The slot. After a failed swap in its bytes are all ones.
     pub slot: Slot,
     /// The bytes moved, or why the tile did not move.
-    pub result: Result<Moved, TileError>,
+    pub result: Result<TransferStats, TileError>,
 }
 
 /// A tile that was moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Moved {
+pub struct TransferStats {
     /// Length of the tile.
     pub bytes: u32,
     /// Time on the device, as measured by the daemon.
@@ -66,18 +66,18 @@ pub(crate) type NameDevice<'a> = dyn FnMut(DeviceNumber) -> PathBuf + 'a;
 
 /// Next action after a completion.
 #[derive(Debug)]
-pub(crate) enum Arrived {
+pub(crate) enum AfterCompletion {
     /// Return this to the caller.
-    Done(Done),
+    Done(EndedOperation),
     /// Compute the checksum of so many bytes of the slot, then call [`InFlightTable::checked`].
     Unchecked(TicketId, Slot, u32),
 }
 
 /// Next action after the checksum of a swap in was computed.
 #[derive(Debug)]
-pub(crate) enum Checked {
+pub(crate) enum AfterChecksum {
     /// Return this to the caller; the device is the one the bytes came from.
-    Done(Done, DeviceNumber),
+    Done(EndedOperation, DeviceNumber),
     /// Read this tile into this slot again, with the same ticket.
     Again(TileIndex, SlotIndex),
 }
@@ -151,7 +151,7 @@ impl InFlightTable {
         &mut self,
         cqe: &Cqe,
         name: &mut NameDevice<'_>,
-    ) -> Result<Arrived, ClientError> {
+    ) -> Result<AfterCompletion, ClientError> {
         let ticket = TicketId(cqe.ticket);
         let unknown = || {
             ClientError::protocol(format!(
@@ -168,10 +168,14 @@ impl InFlightTable {
             && !is_disabled(Safeguard::Checksum);
         if check {
             in_flight.arrived = Some(*cqe);
-            return Ok(Arrived::Unchecked(ticket, slot, in_flight.tile_bytes));
+            return Ok(AfterCompletion::Unchecked(
+                ticket,
+                slot,
+                in_flight.tile_bytes,
+            ));
         }
         let done = self.done(ticket, slot, cqe, cqe.checksum, name)?;
-        Ok(Arrived::Done(done))
+        Ok(AfterCompletion::Done(done))
     }
 
     /// Interprets checksum `found` of a swap in. After a wrong checksum the tile is read a second time: a bit that flipped on
@@ -182,7 +186,7 @@ impl InFlightTable {
         slot: Slot,
         found: u32,
         name: &mut NameDevice<'_>,
-    ) -> Result<Checked, ClientError> {
+    ) -> Result<AfterChecksum, ClientError> {
         let in_flight = self.get_mut(ticket).expect("in flight until it is checked");
         let cqe = in_flight.arrived.take().expect("it has arrived");
         match in_flight.misread {
@@ -190,7 +194,7 @@ impl InFlightTable {
                 in_flight.misread = Some(found);
                 let (tile, index) = (in_flight.tile, slot.index());
                 in_flight.slot = Some(slot);
-                return Ok(Checked::Again(tile, index));
+                return Ok(AfterChecksum::Again(tile, index));
             }
             Some(misread) if found == cqe.checksum => tracing::warn!(
                 "tile {} on {} at byte {}: the first read had checksum {misread:08x}, the second the right one, {found:08x}: \
@@ -203,7 +207,7 @@ impl InFlightTable {
             _ => {}
         }
         let done = self.done(ticket, slot, &cqe, found, name)?;
-        Ok(Checked::Done(done, DeviceNumber(cqe.device)))
+        Ok(AfterChecksum::Done(done, DeviceNumber(cqe.device)))
     }
 
     fn done(
@@ -213,13 +217,13 @@ impl InFlightTable {
         cqe: &Cqe,
         found: u32,
         name: &mut NameDevice<'_>,
-    ) -> Result<Done, ClientError> {
+    ) -> Result<EndedOperation, ClientError> {
         let in_flight = self.end(ticket).expect("asked for just now");
         let result = outcome(cqe, &in_flight, found, name)?;
         if in_flight.verb == Verb::SwapIn && result.is_err() {
             slot.as_mut_slice().fill(0xff);
         }
-        Ok(Done {
+        Ok(EndedOperation {
             ticket: Ticket(ticket),
             verb: in_flight.verb,
             tile: in_flight.tile,
@@ -234,7 +238,7 @@ fn outcome(
     in_flight: &InFlight,
     found: u32,
     name: &mut NameDevice<'_>,
-) -> Result<Result<Moved, TileError>, ClientError> {
+) -> Result<Result<TransferStats, TileError>, ClientError> {
     let mut device = || name(DeviceNumber(cqe.device));
     let (verb, tile, offset) = (in_flight.verb, in_flight.tile, cqe.offset);
     if cqe.fault == 0 {
@@ -254,7 +258,7 @@ fn outcome(
                 found,
             }));
         }
-        return Ok(Ok(Moved {
+        return Ok(Ok(TransferStats {
             bytes: in_flight.tile_bytes,
             device_ns: cqe.device_ns,
         }));

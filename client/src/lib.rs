@@ -73,10 +73,10 @@ mod wait_timer;
 
 pub use daemon::{Daemon, DaemonInfo, JobSummary};
 pub use error::{ClientError, TileError};
-pub use in_flight::{Done, Moved, Ticket};
+pub use in_flight::{EndedOperation, Ticket, TransferStats};
 pub use mapping::ArenaMemory;
 pub use memory::{MemoryArena, arena_bytes};
-pub use session::{Committed, RESTART_WAIT, Session};
+pub use session::{CommittedGeneration, RESTART_WAIT, Session};
 pub use signal::Waker;
 pub use slot::Slot;
 pub use types::{

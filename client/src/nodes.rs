@@ -31,7 +31,7 @@ pub struct HeldGeneration {
 
 /// What one node holds of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct NodeGenerations {
     /// Identity of the run to which the store belongs.
     pub run: Vec<u8>,
     /// Number of the node to which the store belongs.
@@ -111,9 +111,13 @@ pub const TO_CHECKPOINT: &str = "resume all nodes from the newest checkpoint wit
 ///
 /// # Panics
 /// `held` is empty.
-pub fn resume_from(held: &[Held]) -> Result<Generation, Disagreement> {
+pub fn resume_from(held: &[NodeGenerations]) -> Result<Generation, Disagreement> {
     check_identities(held)?;
-    let confirmed = held.iter().map(Held::confirmed).max().expect("a node");
+    let confirmed = held
+        .iter()
+        .map(NodeGenerations::confirmed)
+        .max()
+        .expect("a node");
     let common = held[0].generations.iter().filter(|generation| {
         held.iter()
             .all(|node| node.holds(generation.generation, generation.start))
@@ -139,7 +143,7 @@ pub fn confirmable(prepared: &[Generation]) -> Generation {
     *chosen.expect("a node")
 }
 
-fn check_identities(held: &[Held]) -> Result<(), Disagreement> {
+fn check_identities(held: &[NodeGenerations]) -> Result<(), Disagreement> {
     let nodes = held.len() as u32;
     for (node, one) in (0..).zip(held) {
         if one.run != held[0].run {
@@ -173,8 +177,8 @@ fn check_identities(held: &[Held]) -> Result<(), Disagreement> {
 }
 
 /// Names the nodes that lack the confirmed generation.
-fn lost(held: &[Held], generation: Generation) -> Disagreement {
-    let of = |condition: &dyn Fn(&Held) -> bool| -> Vec<u32> {
+fn lost(held: &[NodeGenerations], generation: Generation) -> Disagreement {
+    let of = |condition: &dyn Fn(&NodeGenerations) -> bool| -> Vec<u32> {
         let found = held.iter().filter(|node| condition(node));
         found.map(|node| node.node).collect()
     };
@@ -183,9 +187,10 @@ fn lost(held: &[Held], generation: Generation) -> Disagreement {
     let record = (records.filter(|held| held.generation == generation))
         .max_by_key(|held| held.confirmed)
         .copied();
-    let lacks = |node: &Held| !record.is_some_and(|record| node.holds(generation, record.start));
+    let lacks =
+        |node: &NodeGenerations| !record.is_some_and(|record| node.holds(generation, record.start));
     let lacking = held.iter().filter(|node| lacks(node));
-    let numbers = |node: &Held| {
+    let numbers = |node: &NodeGenerations| {
         node.generations
             .iter()
             .map(|held| held.generation)
@@ -199,7 +204,7 @@ fn lost(held: &[Held], generation: Generation) -> Disagreement {
     }
 }
 
-impl Held {
+impl NodeGenerations {
     /// Returns the newest generation that every node had prepared once, 0 if none is known. A generation that is only prepared
     /// proves that the one before it was confirmed.
     fn confirmed(&self) -> Generation {
@@ -308,13 +313,15 @@ mod tests {
         generation(number, 1, true)
     }
 
-    fn nodes<const N: usize>(generations: [&[HeldGeneration]; N]) -> Vec<Held> {
-        let held = (0..).zip(generations).map(|(node, generations)| Held {
-            run: RUN.to_vec(),
-            node,
-            nodes: N as u32,
-            generations: generations.to_vec(),
-        });
+    fn nodes<const N: usize>(generations: [&[HeldGeneration]; N]) -> Vec<NodeGenerations> {
+        let held = (0..)
+            .zip(generations)
+            .map(|(node, generations)| NodeGenerations {
+                run: RUN.to_vec(),
+                node,
+                nodes: N as u32,
+                generations: generations.to_vec(),
+            });
         held.collect()
     }
 
@@ -446,9 +453,13 @@ mod tests {
     fn a_report_that_is_sent_arrives_unchanged() {
         let held = &nodes([&[], &[confirmed(3), generation(4, u64::MAX, false)]])[1];
         let bytes = held.to_bytes();
-        assert_eq!(Held::from_bytes(&bytes).as_ref(), Some(held));
+        assert_eq!(NodeGenerations::from_bytes(&bytes).as_ref(), Some(held));
         for cut in 0..bytes.len() - RUN.len() {
-            assert_eq!(Held::from_bytes(&bytes[..cut]), None, "{cut} bytes");
+            assert_eq!(
+                NodeGenerations::from_bytes(&bytes[..cut]),
+                None,
+                "{cut} bytes"
+            );
         }
     }
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use fake::{DEVICE, FakeDaemon, IODEPTH, LATER_DEVICE, Manners};
 use offload_client::{
-    ClientError, Daemon, Done, Durability, FaultKind, Generation, JobDefinition, Rank, Session,
-    SessionSettings, Slot, SlotClass, Tile, TileError, TileIndex, TileKind, checksum,
+    ClientError, Daemon, Durability, EndedOperation, FaultKind, Generation, JobDefinition, Rank,
+    Session, SessionSettings, Slot, SlotClass, Tile, TileError, TileIndex, TileKind, checksum,
 };
 
 const TILE_BYTES: u32 = 8192;
@@ -57,7 +57,7 @@ fn open(daemon: &FakeDaemon) -> Session {
     session
 }
 
-fn done(session: &mut Session) -> Result<Done, ClientError> {
+fn done(session: &mut Session) -> Result<EndedOperation, ClientError> {
     let mut done = Vec::new();
     let until = Instant::now() + LONG;
     while done.is_empty() {
@@ -76,7 +76,7 @@ fn filled(session: &mut Session, value: u8) -> Slot {
 }
 
 /// Writes tile 3 and reads it back.
-fn round_trip(session: &mut Session) -> Done {
+fn round_trip(session: &mut Session) -> EndedOperation {
     let slot = filled(session, 0x5a);
     session.swap_out(TileIndex(3), slot).unwrap();
     done(session).unwrap().result.unwrap();

@@ -56,11 +56,11 @@ mod tests {
     use super::*;
 
     #[repr(align(8))]
-    struct Aligned([u8; 16]);
+    struct AlignedArray([u8; 16]);
 
     #[test]
     fn a_view_shows_the_little_endian_numbers() {
-        let mut memory = Aligned([0; 16]);
+        let mut memory = AlignedArray([0; 16]);
         view_mut::<u16>(&mut memory.0)[1] = 0x1234;
         assert_eq!(memory.0[2..4], [0x34, 0x12]);
         assert_eq!(view::<u16>(&memory.0[2..4]), [0x1234]);
@@ -69,14 +69,14 @@ mod tests {
     #[test]
     #[should_panic(expected = "not aligned")]
     fn a_misaligned_view_is_refused() {
-        let memory = Aligned([0; 16]);
+        let memory = AlignedArray([0; 16]);
         view::<f32>(&memory.0[2..6]);
     }
 
     #[test]
     #[should_panic(expected = "no whole count")]
     fn a_view_of_part_of_a_number_is_refused() {
-        let memory = Aligned([0; 16]);
+        let memory = AlignedArray([0; 16]);
         view::<f32>(&memory.0[..6]);
     }
 }

@@ -62,7 +62,7 @@ pub enum CalibrateError {
 
 /// Rates of a device before and after.
 #[derive(Clone, Copy, Debug)]
-pub struct Calibrated {
+pub struct Calibration {
     /// Rates stored before.
     pub before: MeasuredRates,
     /// Rates stored now.
@@ -77,7 +77,7 @@ pub fn calibrate(
     devices: &[Device],
     path: &str,
     engine: EngineChoice,
-) -> Result<Calibrated, CalibrateError> {
+) -> Result<Calibration, CalibrateError> {
     let blocks = &mut DeviceBlocks(devices);
     let mut store = recover::open(blocks)?;
     let (device, area) = begin(blocks, &mut store, path)?;
@@ -88,7 +88,7 @@ pub fn calibrate(
     let now = found?;
     finish(blocks, &store, device, &now)?;
     let before = store[device].superblock.rates();
-    Ok(Calibrated { before, now })
+    Ok(Calibration { before, now })
 }
 
 /// Chooses free space of the device at `path` that a measurement may overwrite. Sessions that a daemon handed over may keep tiles

@@ -127,7 +127,7 @@ Each hint or problem comes with a command that fixes it.")]
 A daemon verifies committed tiles only, at 200 MB/s unless --rate is given. It runs one verification per user at a time, and
 `scrub_bytes_per_s_max` in its settings limits all users together. Without a daemon, the command locks the store, reads it at full
 speed, and checks the store's own structures as well.")]
-    Verify(cli::verify::Options),
+    Verify(cli::verify::VerifyOptions),
     /// Print a completion script for a shell
     #[command(after_help = "Examples:
   offloadd completions bash > ~/.local/share/bash-completion/completions/offloadd
@@ -150,7 +150,7 @@ speed, and checks the store's own structures as well.")]
 Everyone sees all devices and their own jobs; root and the daemon's user see all jobs. `weight` is the configured weight of a user
 beside other users, or of a job beside its user's other jobs. `actual` is the part of the bytes moved during the interval. Bandwidth
 that one does not use goes to the others.")]
-    Top(cli::top::Options),
+    Top(cli::top::TopOptions),
 }
 
 fn main() -> ExitCode {

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::device::{Device, DeviceBlocks, DeviceError};
-use crate::store::recover::{self, Unlisted};
+use crate::store::recover::{self, UnlistedDevice};
 
 /// Opened devices.
 #[derive(Clone, Debug)]
@@ -14,7 +14,7 @@ pub struct StoreDevices {
     /// Devices that the settings list, in their order, then the others.
     pub devices: Vec<Device>,
     /// The others.
-    pub unlisted: Vec<Unlisted>,
+    pub unlisted: Vec<UnlistedDevice>,
 }
 
 impl StoreDevices {

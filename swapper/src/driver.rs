@@ -7,7 +7,8 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Instant;
 
 use offload_client::{
-    ClientError, Committed, Done, Generation, Session, Slot, Ticket, TileIndex, Verb,
+    ClientError, CommittedGeneration, EndedOperation, Generation, Session, Slot, Ticket, TileIndex,
+    Verb,
 };
 use test_hooks::kill_point::{Point, reach};
 
@@ -17,7 +18,7 @@ use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{ByKind, Kind, Layout};
 use crate::lease::{Lease, Message, Reply, UpdateJob};
 use crate::nodes::Confirmer;
-use crate::settings::{Opened, StepIo, SwapperSettings};
+use crate::settings::{OpenReport, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::stall::Stall;
 
@@ -47,7 +48,7 @@ pub(crate) struct Driver<H> {
     /// Operations in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, Moving>,
     stall: Stall,
-    done: Vec<Done>,
+    done: Vec<EndedOperation>,
 
     replies: Sender<Reply>,
     jobs: Sender<UpdateJob<H>>,
@@ -76,7 +77,7 @@ impl<H: Clone> Driver<H> {
         settings: &SwapperSettings,
         layout: Arc<Layout>,
         mut arena: Arena,
-        opened: &Opened,
+        opened: &OpenReport,
         replies: Sender<Reply>,
         jobs: Sender<UpdateJob<H>>,
         workers_count: usize,
@@ -333,7 +334,7 @@ impl<H: Clone> Driver<H> {
     }
 
     /// Ends a commit, or asks whether all nodes have prepared it.
-    fn committed(&mut self, committed: Committed) -> Result<(), SwapperError> {
+    fn committed(&mut self, committed: CommittedGeneration) -> Result<(), SwapperError> {
         if let (false, Some(confirmer)) = (committed.confirmed, &self.confirmer) {
             reach(Point::Prepared);
             confirmer.ask(committed.generation);
@@ -358,7 +359,7 @@ impl<H: Clone> Driver<H> {
             .map_err(client("confirming a commit"))
     }
 
-    fn moved(&mut self, done: Done) -> Result<(), SwapperError> {
+    fn moved(&mut self, done: EndedOperation) -> Result<(), SwapperError> {
         let Moving {
             tile,
             slot,

@@ -24,7 +24,7 @@ impl<H> Clone for Inbox<H> {
 
 /// The owner thread has ended.
 #[derive(Debug)]
-pub(crate) struct Gone;
+pub(crate) struct OwnerEnded;
 
 impl<H> Inbox<H> {
     /// An inbox whose owner waits in `waker` too, if there is one.
@@ -32,8 +32,8 @@ impl<H> Inbox<H> {
         Self { sender, waker }
     }
 
-    pub(crate) fn send(&self, message: Message<H>) -> Result<(), Gone> {
-        self.sender.send(message).map_err(|_| Gone)?;
+    pub(crate) fn send(&self, message: Message<H>) -> Result<(), OwnerEnded> {
+        self.sender.send(message).map_err(|_| OwnerEnded)?;
         if let Some(waker) = &self.waker {
             waker.wake();
         }

@@ -60,7 +60,7 @@ pub use open::job_layout;
 pub use optimizer::{Optimizer, TileUpdate};
 pub use schedule::{Schedule, StepProgram};
 pub use settings::{
-    Backing, DeviceRates, MemoryPlan, Opened, STAGING_MIN, Staging, StepIo, StoreSettings,
+    Backing, DeviceRates, MemoryPlan, OpenReport, STAGING_MIN, Staging, StepIo, StoreSettings,
     SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Instant;
 
-use offload_client::nodes::{Held, HeldGeneration, confirmable, resume_from};
+use offload_client::nodes::{HeldGeneration, NodeGenerations, confirmable, resume_from};
 use offload_client::{Generation, JobRecord};
 
 use crate::SwapperError;
@@ -62,7 +62,7 @@ impl fmt::Debug for Nodes {
 }
 
 /// Result of an agreement at the start.
-pub(crate) struct Agreed {
+pub(crate) struct Agreement {
     /// Generation that all nodes resume from; 0 for a fresh start.
     pub(crate) generation: Generation,
     /// Number of this start, the same on every rank.
@@ -76,8 +76,8 @@ impl Nodes {
     }
 
     /// Agrees with the other nodes on the generation to resume from. `record` is this node's record of the job.
-    pub(crate) fn agree(&self, record: Option<&JobRecord>) -> Result<Agreed, SwapperError> {
-        let held = Held {
+    pub(crate) fn agree(&self, record: Option<&JobRecord>) -> Result<Agreement, SwapperError> {
+        let held = NodeGenerations {
             run: self.run.clone(),
             node: self.node,
             nodes: record.map_or(self.count(), |record| record.nodes),
@@ -90,14 +90,17 @@ impl Nodes {
         let all = self.exchange(COMPARING, &own)?;
         let told = |rank: u32| {
             let (start, held) = all.get(rank as usize)?.split_first_chunk()?;
-            Some((u64::from_le_bytes(*start), Held::from_bytes(held)?))
+            Some((
+                u64::from_le_bytes(*start),
+                NodeGenerations::from_bytes(held)?,
+            ))
         };
         let told: Option<Vec<_>> = self.first_ranks.iter().map(|&rank| told(rank)).collect();
         let told = told.ok_or_else(|| foreign_message(COMPARING))?;
         let start = told[0].0;
-        let held: Vec<Held> = told.into_iter().map(|(_, held)| held).collect();
+        let held: Vec<NodeGenerations> = told.into_iter().map(|(_, held)| held).collect();
         let generation = resume_from(&held)?;
-        Ok(Agreed { generation, start })
+        Ok(Agreement { generation, start })
     }
 
     /// Tells the other ranks that `generation` is prepared here. Returns the generation that all nodes may confirm.
@@ -209,9 +212,9 @@ mod tests {
     use super::*;
 
     /// The other rank's messages, with this rank's in between.
-    struct Fixed(Vec<Vec<u8>>);
+    struct FixedMessages(Vec<Vec<u8>>);
 
-    impl Exchange for Fixed {
+    impl Exchange for FixedMessages {
         fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>> {
             let mut all = self.0.clone();
             all.insert(1, own.to_vec());
@@ -226,7 +229,7 @@ mod tests {
             run: b"run".to_vec(),
             node: 1,
             first_ranks: vec![0, 1],
-            exchange: Arc::new(Fixed(vec![other])),
+            exchange: Arc::new(FixedMessages(vec![other])),
         }
     }
 
@@ -252,7 +255,7 @@ mod tests {
     }
 
     fn message(start: u64, generations: &[(u64, u64)]) -> Vec<u8> {
-        let held = Held {
+        let held = NodeGenerations {
             run: b"run".to_vec(),
             node: 0,
             nodes: 2,

@@ -12,13 +12,15 @@ use crate::SwapperError;
 use crate::backing::Arena;
 use crate::layout::{Kind, Layout};
 use crate::nodes::{self, Nodes};
-use crate::settings::{Backing, DeviceRates, MemoryPlan, Opened, StoreSettings, SwapperSettings};
+use crate::settings::{
+    Backing, DeviceRates, MemoryPlan, OpenReport, StoreSettings, SwapperSettings,
+};
 
 /// Returns the slots, what was found, and with several nodes the number of this start.
 pub(crate) fn open(
     settings: &SwapperSettings,
     layout: &Layout,
-) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
+) -> Result<(Arena, OpenReport, Option<u64>), SwapperError> {
     let memory = settings.plan_of(layout)?;
     match &settings.backing {
         Backing::Memory => open_memory(settings, memory),
@@ -54,11 +56,11 @@ pub fn job_layout(socket: &Path, job: &str) -> Result<Option<(Vec<u8>, u32)>, Cl
 fn open_memory(
     settings: &SwapperSettings,
     memory: MemoryPlan,
-) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
+) -> Result<(Arena, OpenReport, Option<u64>), SwapperError> {
     let arena = MemoryArena::new(&memory.classes()).map_err(client(|| {
         format!("allocating {} bytes of host memory", memory.host_bytes())
     }))?;
-    let opened = Opened {
+    let opened = OpenReport {
         resumed: None,
         resumed_own: None,
         generation: 0,
@@ -77,7 +79,7 @@ fn open_store(
     store: &StoreSettings,
     layout: &Layout,
     memory: MemoryPlan,
-) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
+) -> Result<(Arena, OpenReport, Option<u64>), SwapperError> {
     let mut session = Session::open(SessionSettings {
         socket: store.socket.clone(),
         job: store.job.clone(),
@@ -135,7 +137,7 @@ fn open_store(
         Some(_) => nodes::split(&blob).map_or_else(Vec::new, |(_, given)| given.to_vec()),
         None => blob,
     };
-    let opened = Opened {
+    let opened = OpenReport {
         resumed: blob_of(info, generation, &store.job)?.map(given),
         resumed_own: own_blob_of(info, generation, Rank(settings.rank)).map(given),
         generation: generation.0,

@@ -12,7 +12,7 @@ use crate::layout::Layout;
 use crate::lease::{Message, Reply};
 use crate::nodes::Confirmer;
 use crate::optimizer::Optimizer;
-use crate::settings::{Backing, Opened, SwapperSettings};
+use crate::settings::{Backing, OpenReport, SwapperSettings};
 use crate::worker;
 
 /// The owner thread's handle. Dropping it ends the thread without ending the session in order, like a crash.
@@ -27,7 +27,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
         settings: &SwapperSettings,
         layout: Arc<Layout>,
         arena: Arena,
-        opened: &Opened,
+        opened: &OpenReport,
         start: Option<u64>,
         optimizers: Vec<Box<dyn Optimizer<H>>>,
     ) -> (Self, Inbox<H>, Receiver<Reply>) {

@@ -376,7 +376,7 @@ impl Staging {
 
 /// Result of [`crate::Swapper::open`].
 #[derive(Clone, Debug)]
-pub struct Opened {
+pub struct OpenReport {
     /// Blob of the resumed generation; `None` if the tiles are empty and need `initialize`.
     pub resumed: Option<Vec<u8>>,
     /// Blob that this rank gave to the resumed generation; `None` if the generation has none of this rank.
@@ -397,7 +397,7 @@ pub struct Opened {
     pub notes: Vec<String>,
 }
 
-impl Opened {
+impl OpenReport {
     /// Rates of all devices together, bytes a second (read, write); `None` if a device was never measured.
     pub fn rates(&self) -> Option<(f64, f64)> {
         let sum = |rate: fn(&DeviceRates) -> u64| {

@@ -21,7 +21,7 @@ use crate::op::Op;
 use crate::optimizer::Optimizer;
 use crate::owner::Owner;
 use crate::schedule::{self, Schedule, StepProgram};
-use crate::settings::{Opened, StepIo, SwapperSettings};
+use crate::settings::{OpenReport, StepIo, SwapperSettings};
 use crate::span::Spans;
 use crate::{SwapperError, open};
 
@@ -121,7 +121,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     pub fn open(
         settings: SwapperSettings,
         optimizers: Vec<Box<dyn Optimizer<H>>>,
-    ) -> Result<(Self, Opened), SwapperError> {
+    ) -> Result<(Self, OpenReport), SwapperError> {
         assert!(!optimizers.is_empty(), "somebody updates");
         let layout = Arc::new(settings.cut()?);
         let (backing, opened, start) = open::open(&settings, &layout)?;

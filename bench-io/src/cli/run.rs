@@ -10,7 +10,7 @@ use crate::confirm;
 use crate::job::{Job, JobOptions};
 use crate::job_file::{self, IdleOptions};
 use crate::load::Timing;
-use crate::prepared::Prepared;
+use crate::prepared::PreparedTarget;
 use crate::progress::Progress;
 use crate::report;
 use crate::report::{About, DeviceReport, Report, SettingsReport, warnings};
@@ -80,7 +80,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
 
 /// Prepares what `job` needs, runs it and cleans up.
 fn measure(job: &Job, mut warnings: Vec<String>, progress: &Progress) -> Result<Report> {
-    let prepared = Prepared::new(job, progress)?;
+    let prepared = PreparedTarget::new(job, progress)?;
     let bench = Bench::open(prepared.plan.clone())?;
     let streams = prepared.streams(job);
     if prepared.to_fill {

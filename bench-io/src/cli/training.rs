@@ -12,8 +12,8 @@ use crate::report::{About, DeviceReport, warnings};
 use crate::scale::Load;
 use crate::testdrives::RateLimit;
 use crate::training::{
-    self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
-    TrainingRow, TrialPlan,
+    self, DeepSpeedStep, OtherMachine, PlannerInput, Subject, Trainer, TrainingReport, TrainingRow,
+    TrainingSettings, TrialPlan,
 };
 use crate::trial::TrialFiles;
 use crate::units::Rate;
@@ -167,8 +167,8 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
 }
 
 /// Given rates of `drives` drives.
-fn given(args: &TrainingArgs, drives: u32) -> Given {
-    Given {
+fn given(args: &TrainingArgs, drives: u32) -> PlannerInput {
+    PlannerInput {
         read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
         write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
         tflops: args.tflops,
@@ -192,10 +192,10 @@ fn subject(args: &TrainingArgs) -> Result<Subject> {
     })
 }
 
-fn settings(args: &TrainingArgs) -> Settings {
+fn settings(args: &TrainingArgs) -> TrainingSettings {
     let mut subject = [&args.file, &args.model, &args.run].into_iter().flatten();
     let of_model = args.model.is_some();
-    Settings {
+    TrainingSettings {
         subject: subject
             .next()
             .map_or_else(String::new, |path| path.display().to_string()),
@@ -256,9 +256,9 @@ fn predicted(
             progress,
         )?;
         let trial = trial_files.try_one("auto", 4 << 20, 32, Load::Both, progress)?;
-        Given {
+        PlannerInput {
             machine: args.machine,
-            ..Given::measured(measured.insert(trial), args.tflops)
+            ..PlannerInput::measured(measured.insert(trial), args.tflops)
         }
     };
     let ours = trainer.plan(&subject, given)?;
@@ -305,7 +305,7 @@ fn trained(
     })
 }
 
-fn row(drives: u32, given: Given, ours: training::Planned) -> TrainingRow {
+fn row(drives: u32, given: PlannerInput, ours: training::PlannedStep) -> TrainingRow {
     TrainingRow {
         drives,
         read_bytes_per_s: given.read_bytes_per_s,

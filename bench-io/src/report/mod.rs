@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
-use crate::prepared::Prepared;
+use crate::prepared::PreparedTarget;
 use crate::units::{Iops, Micros, decimals};
 
 mod about;
@@ -44,12 +44,12 @@ pub(crate) fn leave<R: Serialize>(
     report: &R,
 ) -> Result<()> {
     #[derive(Serialize)]
-    struct Described<'a, R> {
+    struct DescribedReport<'a, R> {
         #[serde(flatten)]
         report: &'a R,
         description: Vec<String>,
     }
-    let text = serde_json::to_string_pretty(&Described {
+    let text = serde_json::to_string_pretty(&DescribedReport {
         report,
         description,
     })?;
@@ -136,7 +136,7 @@ pub(crate) struct SettingsReport {
 
 impl SettingsReport {
     /// The settings of `job` with their effective values.
-    pub(crate) fn new(job: &Job, prepared: &Prepared) -> Self {
+    pub(crate) fn new(job: &Job, prepared: &PreparedTarget) -> Self {
         Self {
             name: job.name.clone(),
             rw: job.rw.word(),

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use offload_client::{
-    Daemon, Done, Durability, Generation, JobDefinition, Rank, Session, SessionInfo,
+    Daemon, Durability, EndedOperation, Generation, JobDefinition, Rank, Session, SessionInfo,
     SessionSettings, Slot, SlotClass, Tile, TileIndex, TileKind, Verb,
 };
 use offload_support::errln;
 
-use super::gpu::{Copied, GpuMemory};
+use super::gpu::{CompletedCopy, GpuMemory};
 use super::{Flight, Target, Way};
 use crate::random_data;
 use crate::units::Bytes;
@@ -68,7 +68,7 @@ pub(crate) struct DaemonTarget {
     info: SessionInfo,
     /// Operations by slot.
     flights: Vec<Option<Flight>>,
-    done: Vec<Done>,
+    done: Vec<EndedOperation>,
     written: bool,
 }
 
@@ -230,7 +230,7 @@ impl Target for DaemonTarget {
                 _ => self.end(one.slot, flight, ended)?,
             }
         }
-        for Copied {
+        for CompletedCopy {
             slot,
             flight,
             result,

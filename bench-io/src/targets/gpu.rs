@@ -26,7 +26,7 @@ struct Copy {
 }
 
 /// A completed copy.
-pub(crate) struct Copied {
+pub(crate) struct CompletedCopy {
     pub(crate) slot: Slot,
     pub(crate) flight: Flight,
     pub(crate) result: Result<(), GpuError>,
@@ -38,7 +38,7 @@ pub(crate) struct GpuMemory {
     outstanding: usize,
     /// `None` once the copiers are to end.
     orders: Option<Sender<Copy>>,
-    copied: Receiver<Copied>,
+    copied: Receiver<CompletedCopy>,
     copiers: Vec<JoinHandle<()>>,
     /// The slots' memory, pinned until the copiers have ended.
     _pinned: Registration,
@@ -111,7 +111,7 @@ impl GpuMemory {
     ///
     /// # Errors
     /// The copiers ended.
-    pub(crate) fn wait(&mut self, limit: Duration) -> Result<Vec<Copied>> {
+    pub(crate) fn wait(&mut self, limit: Duration) -> Result<Vec<CompletedCopy>> {
         use std::sync::mpsc::RecvTimeoutError::{Disconnected, Timeout};
         let mut copied = Vec::new();
         match self.copied.recv_timeout(limit) {
@@ -142,7 +142,7 @@ struct Copier {
     memory: DeviceBuffer,
     slot_bytes: usize,
     to_do: Arc<Mutex<Receiver<Copy>>>,
-    say: Sender<Copied>,
+    say: Sender<CompletedCopy>,
 }
 
 impl Copier {
@@ -157,7 +157,7 @@ impl Copier {
             let Ok(mut copy) = next else { return };
             let result = self.copy(&mut copy);
             let Copy { slot, flight } = copy;
-            let copied = Copied {
+            let copied = CompletedCopy {
                 slot,
                 flight,
                 result,

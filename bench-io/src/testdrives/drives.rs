@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::{Context, Result, bail, ensure};
 use offload_support::retry::retry;
 
-use super::group::{Entered, Group};
+use super::group::{Group, GroupMembership};
 use super::{DrivesPlan, RateLimit, State, check_name, dir_of, missing, read_state, state_file};
 use crate::place::release_waits;
 use crate::stop;
@@ -137,7 +137,7 @@ impl Drives {
     }
 
     /// Limits this process and every process it starts.
-    pub(crate) fn enter(&self) -> Result<Entered> {
+    pub(crate) fn enter(&self) -> Result<GroupMembership> {
         Group::at(&self.state.group).enter()
     }
 

@@ -90,7 +90,7 @@ impl Group {
     }
 
     /// Moves this process, and every process it will start, into the group.
-    pub(crate) fn enter(&self) -> Result<Entered> {
+    pub(crate) fn enter(&self) -> Result<GroupMembership> {
         let controller = if self.is_version2() { "" } else { "blkio" };
         let before = fs::read_to_string("/proc/self/cgroup")
             .ok()
@@ -110,7 +110,7 @@ impl Group {
             &self.dir.join("cgroup.procs"),
             &std::process::id().to_string(),
         )?;
-        Ok(Entered {
+        Ok(GroupMembership {
             before: parent.join(before.unwrap_or_default()),
         })
     }
@@ -134,18 +134,18 @@ impl Group {
 
 /// Keeps this process in the group; dropping it moves the process back.
 #[derive(Debug)]
-pub(crate) struct Entered {
+pub(crate) struct GroupMembership {
     before: PathBuf,
 }
 
-impl Entered {
+impl GroupMembership {
     /// Keeps the process in the group, for a process that becomes another program.
     pub(crate) fn stay(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Entered {
+impl Drop for GroupMembership {
     fn drop(&mut self) {
         // On failure the group cannot be removed, and that attempt reports why.
         let _ = write(

@@ -72,9 +72,12 @@ impl PlannedMachine {
 }
 
 /// The planned machine, and which of its values were given.
-pub(super) struct Shown<'a>(pub(super) &'a PlannedMachine, pub(super) &'a OtherMachine);
+pub(super) struct MachineDescription<'a>(
+    pub(super) &'a PlannedMachine,
+    pub(super) &'a OtherMachine,
+);
 
-impl fmt::Display for Shown<'_> {
+impl fmt::Display for MachineDescription<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(planned, overridden) = self;
         let from = |given: bool| if given { "given" } else { "found here" };

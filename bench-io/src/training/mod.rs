@@ -13,16 +13,16 @@ mod trial;
 
 use std::fmt;
 
-use offload_support::units::{ApproxRate, Counted};
+use offload_support::units::{ApproxRate, CountOf};
 use serde::Serialize;
 
-use self::machine::Shown;
+use self::machine::MachineDescription;
 use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
-pub(crate) use planner::{Given, Planned, Subject, Trainer};
-pub(crate) use trial::{Trial, TrialPlan, run};
+pub(crate) use planner::{PlannedStep, PlannerInput, Subject, Trainer};
+pub(crate) use trial::{StepMedians, TrialPlan, run};
 
 /// Results for one number of drives.
 #[derive(Clone, Debug, Serialize)]
@@ -32,25 +32,25 @@ pub(crate) struct TrainingRow {
     pub(crate) read_bytes_per_s: f64,
     pub(crate) write_bytes_per_s: f64,
     pub(crate) deepspeed: DeepSpeedStep,
-    pub(crate) ours: Planned,
+    pub(crate) ours: PlannedStep,
     /// Measurement of the rates, if they were measured.
     pub(crate) drives_measured: Option<crate::trial::Trial>,
     /// With `--run`.
-    pub(crate) measured: Option<Trial>,
+    pub(crate) measured: Option<StepMedians>,
 }
 
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrainingReport {
     /// The report's devices are the measured ones; none if the rates are given.
     #[serde(flatten)]
-    pub(crate) about: About<Settings>,
+    pub(crate) about: About<TrainingSettings>,
     /// Origin of the rates.
     pub(crate) rates: String,
     pub(crate) rows: Vec<TrainingRow>,
 }
 
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Settings {
+pub(crate) struct TrainingSettings {
     /// A run file or a model's config.json, as text: JSON cannot contain other paths.
     pub(crate) subject: String,
     /// Settings that override the run file.
@@ -87,7 +87,7 @@ impl TrainingReport {
             let step = format!("{}: {}", settings.subject, step_line(&row.ours));
             [
                 step,
-                Shown(&row.ours.machine, &settings.machine).to_string(),
+                MachineDescription(&row.ours.machine, &settings.machine).to_string(),
             ]
         });
         lines.collect()
@@ -141,7 +141,11 @@ impl fmt::Display for TrainingReport {
             gb(ours.read_bytes),
             gb(ours.written_bytes)
         )?;
-        writeln!(f, "{}", Shown(&ours.machine, &self.about.settings.machine))?;
+        writeln!(
+            f,
+            "{}",
+            MachineDescription(&ours.machine, &self.about.settings.machine)
+        )?;
         writeln!(f, "rates: {}", self.rates)?;
         write!(f, "{}", self.about)
     }
@@ -168,11 +172,11 @@ impl fmt::Display for Flops {
 }
 
 /// Describes a step's work.
-fn step_line(ours: &Planned) -> String {
+fn step_line(ours: &PlannedStep) -> String {
     format!(
         "{:.1} M parameters, {} tokens per step in {}",
         ours.parameters / 1e6,
         ours.tokens,
-        Counted(ours.micro_batches, "micro-batch")
+        CountOf(ours.micro_batches, "micro-batch")
     )
 }

@@ -32,14 +32,14 @@ pub(crate) enum Subject {
 
 /// Rates of all drives together, compute of one process, and properties of another machine.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Given {
+pub(crate) struct PlannerInput {
     pub(crate) read_bytes_per_s: f64,
     pub(crate) write_bytes_per_s: f64,
     pub(crate) tflops: Option<f64>,
     pub(crate) machine: OtherMachine,
 }
 
-impl Given {
+impl PlannerInput {
     /// Measured rates of all drives together, both directions at once.
     pub(crate) fn measured(trial: &Trial, tflops: Option<f64>) -> Self {
         let [read_bytes_per_s, write_bytes_per_s] = trial.rates();
@@ -54,7 +54,7 @@ impl Given {
 
 /// A planned step.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedStep {
     pub(crate) parameters: f64,
     pub(crate) tokens: f64,
     pub(crate) micro_batches: f64,
@@ -105,7 +105,7 @@ impl Trainer {
     ///
     /// # Errors
     /// The trainer refuses, or its output cannot be parsed.
-    pub(crate) fn plan(&self, subject: &Subject, given: Given) -> Result<Planned> {
+    pub(crate) fn plan(&self, subject: &Subject, given: PlannerInput) -> Result<PlannedStep> {
         let mut command = self.command();
         command.arg("plan").arg("--json");
         match subject {
@@ -153,7 +153,7 @@ impl Trainer {
 }
 
 /// Reads the plan of a run, or of a model with all state on drives.
-fn planned(plan: &Value) -> Result<Planned> {
+fn planned(plan: &Value) -> Result<PlannedStep> {
     let number = |value: &Value, name: &str| {
         value[name]
             .as_f64()
@@ -168,7 +168,7 @@ fn planned(plan: &Value) -> Result<Planned> {
     if let Some(places) = plan["places"].as_array() {
         let drives = places.iter().find(|place| place["place"] == "drives");
         let drives = drives.context("the plan has no place `drives`")?;
-        return Ok(Planned {
+        return Ok(PlannedStep {
             parameters,
             tokens,
             micro_batches,
@@ -184,7 +184,7 @@ fn planned(plan: &Value) -> Result<Planned> {
         });
     }
     let (step, bound) = (&plan["step"], &plan["bound"]);
-    Ok(Planned {
+    Ok(PlannedStep {
         parameters,
         tokens,
         micro_batches,

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Given, OtherMachine, Planned, Subject, Trainer};
+use super::{OtherMachine, PlannedStep, PlannerInput, Subject, Trainer};
 use crate::place::WorkDir;
 use crate::progress::Progress;
 use crate::report::DeviceReport;
@@ -41,7 +41,7 @@ pub(crate) struct TrialPlan {
 
 /// Medians of the steps after the first ones, and means of their bytes.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Trial {
+pub(crate) struct StepMedians {
     pub(crate) step_s: f64,
     pub(crate) compute_s: f64,
     pub(crate) read_bytes: f64,
@@ -50,22 +50,26 @@ pub(crate) struct Trial {
 }
 
 /// Results of a run on its own drives.
-pub(crate) struct Ran {
+pub(crate) struct OwnDrivesRun {
     /// Measured rates, and the run's compute.
-    pub(crate) given: Given,
-    pub(crate) planned: Planned,
+    pub(crate) given: PlannerInput,
+    pub(crate) planned: PlannedStep,
     pub(crate) drives: crate::trial::Trial,
     pub(crate) devices: Vec<DeviceReport>,
-    pub(crate) trial: Trial,
+    pub(crate) trial: StepMedians,
 }
 
 /// Creates drives, measures them, trains on them, destroys them.
 ///
 /// # Errors
 /// No drives, or a run that fails or is refused.
-pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> Result<Ran> {
+pub(crate) fn run(
+    plan: &TrialPlan,
+    trainer: &Trainer,
+    progress: &Progress,
+) -> Result<OwnDrivesRun> {
     let count = f64::from(plan.drives);
-    let as_set = Given {
+    let as_set = PlannerInput {
         read_bytes_per_s: plan.limit.read as f64 * count,
         write_bytes_per_s: plan.limit.write as f64 * count,
         tflops: None,
@@ -102,8 +106,8 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     let trial = train(plan, trainer, &subject, run_dir.path(), progress)?;
     // The compute time comes from the run; the rest is predicted.
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
-    let given = Given::measured(&measured, Some(flops / 1e12));
-    Ok(Ran {
+    let given = PlannerInput::measured(&measured, Some(flops / 1e12));
+    Ok(OwnDrivesRun {
         planned: trainer.plan(&subject, given)?,
         given,
         drives: measured,
@@ -147,7 +151,7 @@ fn train(
     subject: &Subject,
     run_dir: &Path,
     progress: &Progress,
-) -> Result<Trial> {
+) -> Result<StepMedians> {
     let Subject::Run { file, sets } = subject else {
         bail!("a run has a file");
     };
@@ -195,7 +199,7 @@ fn train(
     trial(&text)
 }
 
-fn trial(metrics: &str) -> Result<Trial> {
+fn trial(metrics: &str) -> Result<StepMedians> {
     let lines = metrics
         .lines()
         .map(serde_json::from_str)
@@ -221,7 +225,7 @@ fn trial(metrics: &str) -> Result<Trial> {
     // Writes behind a step may be counted with the next one, so bytes are averaged, while times use the median.
     let mean =
         |key: &str| -> Result<f64> { Ok(values(key)?.iter().sum::<f64>() / steady.len() as f64) };
-    Ok(Trial {
+    Ok(StepMedians {
         step_s,
         compute_s: forward_s + backward_s,
         read_bytes: mean("device_read_bytes")?,

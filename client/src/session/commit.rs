@@ -5,7 +5,7 @@ use offload_api::ids::Generation;
 use offload_api::{BLOB_BYTES_MAX, proto};
 
 use super::Session;
-use super::restart::{Over, Reattaching, TRY_EVERY, is_lost};
+use super::restart::{Reattaching, SessionUnknown, TRY_EVERY, is_lost};
 use crate::ClientError;
 use crate::control::{LONG_WAIT, Pending};
 
@@ -13,10 +13,10 @@ use crate::control::{LONG_WAIT, Pending};
 pub(super) enum Commit {
     None,
     /// The call and what it asks, kept to repeat it.
-    Pending(Call, Asked),
+    Pending(Call, CallRequest),
     /// The connection was lost before the answer.
-    Lost(Box<Lost>),
-    Ended(Result<Committed, ClientError>),
+    Lost(Box<LostCall>),
+    Ended(Result<CommittedGeneration, ClientError>),
 }
 
 /// A call in progress.
@@ -27,7 +27,7 @@ pub(super) enum Call {
 
 /// What a call asks.
 #[derive(Clone)]
-pub(super) enum Asked {
+pub(super) enum CallRequest {
     Commit(proto::CommitRequest),
     Confirm(proto::ConfirmRequest),
 }
@@ -50,16 +50,16 @@ impl Call {
 }
 
 /// A call of which nobody knows whether the daemon received it.
-pub(super) struct Lost {
+pub(super) struct LostCall {
     reattaching: Reattaching,
-    asked: Asked,
+    asked: CallRequest,
     /// The call's error if no daemon knows the session.
     error: ClientError,
 }
 
 /// A generation that is durable on this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Committed {
+pub struct CommittedGeneration {
     /// Number of the generation.
     pub generation: Generation,
     /// Whether the generation is confirmed. With one node it always is; with several it is prepared, and the next write waits
@@ -93,7 +93,7 @@ impl Session {
         if !matches!(self.commit, Commit::None) {
             return refuse(FaultKind::Busy, "another commit is pending".into());
         }
-        self.ask(Asked::Commit(proto::CommitRequest {
+        self.ask(CallRequest::Commit(proto::CommitRequest {
             token: self.token.clone(),
             generation: working.0,
             blob,
@@ -109,22 +109,22 @@ impl Session {
         if !matches!(self.commit, Commit::None) {
             return Err(ClientError::refused(FaultKind::Busy, "a commit is pending"));
         }
-        self.ask(Asked::Confirm(proto::ConfirmRequest {
+        self.ask(CallRequest::Confirm(proto::ConfirmRequest {
             token: self.token.clone(),
             generation: generation.0,
         }));
         Ok(())
     }
 
-    fn ask(&mut self, asked: Asked) {
+    fn ask(&mut self, asked: CallRequest) {
         let control = &self.control;
         let call = match asked.clone() {
-            Asked::Commit(request) => {
+            CallRequest::Commit(request) => {
                 Call::Commit(control.begin("Commit", LONG_WAIT, |mut client| async move {
                     client.commit(request).await
                 }))
             }
-            Asked::Confirm(request) => Call::Confirm(control.begin(
+            CallRequest::Confirm(request) => Call::Confirm(control.begin(
                 "Confirm",
                 LONG_WAIT,
                 |mut client| async move { client.confirm(request).await },
@@ -134,7 +134,7 @@ impl Session {
     }
 
     /// Returns the result of [`Session::begin_commit`] or [`Session::begin_confirm`], once.
-    pub fn poll_commit(&mut self) -> Option<Result<Committed, ClientError>> {
+    pub fn poll_commit(&mut self) -> Option<Result<CommittedGeneration, ClientError>> {
         if !self.advance_commit() {
             return None;
         }
@@ -145,7 +145,7 @@ impl Session {
     }
 
     /// Commits as [`Session::begin_commit`] and waits for the result. Completions meanwhile remain to be polled.
-    pub fn commit(&mut self, blob: Vec<u8>) -> Result<Committed, ClientError> {
+    pub fn commit(&mut self, blob: Vec<u8>) -> Result<CommittedGeneration, ClientError> {
         self.begin_commit(blob)?;
         self.wait_for_commit()
     }
@@ -156,7 +156,7 @@ impl Session {
         self.wait_for_commit().map(drop)
     }
 
-    fn wait_for_commit(&mut self) -> Result<Committed, ClientError> {
+    fn wait_for_commit(&mut self) -> Result<CommittedGeneration, ClientError> {
         loop {
             if let Some(result) = self.poll_commit() {
                 return result;
@@ -192,7 +192,7 @@ impl Session {
                 unreachable!("just seen");
             };
             self.commit = match answer {
-                Err(error) if is_lost(&error) => Commit::Lost(Box::new(Lost {
+                Err(error) if is_lost(&error) => Commit::Lost(Box::new(LostCall {
                     reattaching: Reattaching::begin(),
                     asked,
                     error,
@@ -221,14 +221,14 @@ impl Session {
         };
         let found = match found {
             Ok(found) => found,
-            Err(Over) => return self.commit = Commit::Ended(Err(lost.error)),
+            Err(SessionUnknown) => return self.commit = Commit::Ended(Err(lost.error)),
         };
         match lost.asked {
             // It is still the working generation: the daemon did not receive the commit, or waited for other ranks.
-            Asked::Commit(request) if found.working_generation == request.generation => {
-                self.ask(Asked::Commit(request));
+            CallRequest::Commit(request) if found.working_generation == request.generation => {
+                self.ask(CallRequest::Commit(request));
             }
-            Asked::Commit(request) => {
+            CallRequest::Commit(request) => {
                 let reply = proto::CommitReply {
                     generation: request.generation,
                     confirmed: found.confirmed,
@@ -237,15 +237,19 @@ impl Session {
                 self.commit = Commit::Ended(Ok(self.committed(reply)));
             }
             // A confirmation may be repeated.
-            asked @ Asked::Confirm(_) => self.ask(asked),
+            asked @ CallRequest::Confirm(_) => self.ask(asked),
         }
     }
 
     /// Result of a call; a confirmation has no reply.
-    fn answered(&mut self, asked: &Asked, reply: Option<proto::CommitReply>) -> Committed {
+    fn answered(
+        &mut self,
+        asked: &CallRequest,
+        reply: Option<proto::CommitReply>,
+    ) -> CommittedGeneration {
         match (asked, reply) {
-            (Asked::Commit(_), Some(reply)) => self.committed(reply),
-            (Asked::Confirm(request), None) => Committed {
+            (CallRequest::Commit(_), Some(reply)) => self.committed(reply),
+            (CallRequest::Confirm(request), None) => CommittedGeneration {
                 generation: Generation(request.generation),
                 confirmed: true,
                 working: self.working.expect("it has committed"),
@@ -254,10 +258,10 @@ impl Session {
         }
     }
 
-    fn committed(&mut self, reply: proto::CommitReply) -> Committed {
+    fn committed(&mut self, reply: proto::CommitReply) -> CommittedGeneration {
         let working = Generation(reply.working_generation);
         self.working = Some(working);
-        Committed {
+        CommittedGeneration {
             generation: Generation(reply.generation),
             confirmed: reply.confirmed,
             working,

@@ -12,7 +12,7 @@ use super::Session;
 use crate::control::{Control, SHORT_WAIT};
 use crate::error::log_of;
 use crate::types::DeviceInfo;
-use crate::{Done, TileError, convert};
+use crate::{EndedOperation, TileError, convert};
 
 /// Maximum number of reports of one session. More reports of a failed drive add no information.
 const REPORTS_MAX: u32 = 16;
@@ -70,7 +70,7 @@ impl Session {
     }
 
     /// Puts the reason why the job is unusable into a refusal: a completion has no room for words. The daemon is asked once.
-    pub(super) fn explain(&mut self, done: &mut Done) {
+    pub(super) fn explain(&mut self, done: &mut EndedOperation) {
         let Err(TileError::Refused {
             kind: FaultKind::Poisoned,
             why,
@@ -95,7 +95,7 @@ impl Session {
     }
 
     /// Reports a damaged tile to the daemon. Nothing depends on the daemon receiving the report.
-    pub(super) fn report_damage(&mut self, done: &Done, device: DeviceNumber) {
+    pub(super) fn report_damage(&mut self, done: &EndedOperation, device: DeviceNumber) {
         let Err(TileError::Damaged {
             offset,
             tile,

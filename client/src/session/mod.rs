@@ -9,7 +9,7 @@ mod restart;
 mod swap;
 mod wait;
 
-pub use commit::Committed;
+pub use commit::CommittedGeneration;
 use restart::Attempts;
 pub use restart::RESTART_WAIT;
 
@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use offload_api::fault::FaultKind;
 use offload_api::geometry::Geometry;
-use offload_api::handoff::{self, HandoffError, Received};
+use offload_api::handoff::{self, HandoffError, ReceivedDescriptors};
 use offload_api::ids::{Epoch, Generation, SessionToken, TileIndex};
 use offload_api::ring::{ProcessRings, RingError, RingMap};
 use offload_api::{PROTOCOL_VERSION, proto};
@@ -108,7 +108,7 @@ impl Session {
         let descriptor_socket = PathBuf::from(&reply.descriptor_socket);
         let received = handoff::receive(&descriptor_socket, token, SHORT_WAIT)
             .map_err(|error| not_handed(error, &settings.socket))?;
-        let Received {
+        let ReceivedDescriptors {
             arena,
             ring,
             submission_doorbell,

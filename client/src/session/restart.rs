@@ -124,7 +124,7 @@ impl Reattaching {
         control: &Control,
         token: &[u8],
         hung_up: bool,
-    ) -> Option<Result<proto::ReattachReply, Over>> {
+    ) -> Option<Result<proto::ReattachReply, SessionUnknown>> {
         let socket = control.socket().display();
         let now = Instant::now();
         let waited = self.waiting.waited(now);
@@ -140,13 +140,13 @@ impl Reattaching {
                 }
                 Err(error) if is_lost(&error) => self.try_at = Instant::now() + TRY_EVERY,
                 Err(ClientError::Timeout { .. }) => {}
-                Err(error) if is_final(&error) => return Some(Err(Over)),
+                Err(error) if is_final(&error) => return Some(Err(SessionUnknown)),
                 // For example a daemon that is overloaded. The life line tells when the session is over.
                 Err(_) => self.try_at = Instant::now() + TRY_EVERY,
             }
         }
         if hung_up || self.is_too_late(now) {
-            return Some(Err(Over));
+            return Some(Err(SessionUnknown));
         }
         if !self.told && waited > QUIET {
             self.told = true;
@@ -174,7 +174,7 @@ impl Reattaching {
 
 /// No daemon knows the session.
 #[derive(Debug)]
-pub(super) struct Over;
+pub(super) struct SessionUnknown;
 
 impl Session {
     /// Waits for a daemon that knows this session. If none comes, returns `lost`, the error of the lost call.
@@ -183,7 +183,7 @@ impl Session {
         loop {
             match reattaching.poll(&self.control, &self.token, self.hung_up()) {
                 Some(Ok(reply)) => return Ok(reply),
-                Some(Err(Over)) => return Err(lost),
+                Some(Err(SessionUnknown)) => return Err(lost),
                 None => self.pause_for(TRY_EVERY)?,
             }
         }

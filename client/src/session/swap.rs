@@ -7,9 +7,9 @@ use offload_api::ring::entry::{Priority, Promote, Request, Sqe, Verb};
 use super::commit::Commit;
 use super::damage::name_of;
 use super::{Session, broken_ring};
-use crate::checksum_pool::Summed;
-use crate::in_flight::{Arrived, Checked, InFlight};
-use crate::{ClientError, Done, Slot, Ticket, signal};
+use crate::checksum_pool::ChecksummedTile;
+use crate::in_flight::{AfterChecksum, AfterCompletion, InFlight};
+use crate::{ClientError, EndedOperation, Slot, Ticket, signal};
 
 impl Session {
     /// Takes a free slot of class `class`, an index into [`classes`](crate::SessionSettings::classes); `None` when all are taken or in flight.
@@ -184,22 +184,22 @@ impl Session {
 
     /// Appends the operations that have ended since the last call, without waiting. Swapped-in bytes have been checked. Submits
     /// the writes whose checksum is known.
-    pub fn poll(&mut self, done: &mut Vec<Done>) -> Result<(), ClientError> {
+    pub fn poll(&mut self, done: &mut Vec<EndedOperation>) -> Result<(), ClientError> {
         while let Some(cqe) = self.rings.pop().map_err(broken_ring)? {
             let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
             let mut name = |device| name_of(device, known, unheard, &self.control);
             match self.in_flight.arrived(&cqe, &mut name)? {
-                Arrived::Done(mut one) => {
+                AfterCompletion::Done(mut one) => {
                     self.explain(&mut one);
                     done.push(one);
                 }
-                Arrived::Unchecked(ticket, slot, bytes) => {
+                AfterCompletion::Unchecked(ticket, slot, bytes) => {
                     self.checksum_pool.begin(ticket, slot, bytes)
                 }
             }
         }
         while let Some(summed) = self.checksum_pool.next_result() {
-            let Summed {
+            let ChecksummedTile {
                 ticket,
                 slot,
                 checksum,
@@ -231,15 +231,15 @@ impl Session {
         ticket: TicketId,
         slot: Slot,
         found: u32,
-    ) -> Result<Option<Done>, ClientError> {
+    ) -> Result<Option<EndedOperation>, ClientError> {
         let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
         let mut name = |device| name_of(device, known, unheard, &self.control);
         match (self.in_flight).checked(ticket, slot, found, &mut name)? {
-            Checked::Done(done, device) => {
+            AfterChecksum::Done(done, device) => {
                 self.report_damage(&done, device);
                 Ok(Some(done))
             }
-            Checked::Again(tile, slot) => {
+            AfterChecksum::Again(tile, slot) => {
                 let request = Request {
                     ticket,
                     verb: Verb::SwapIn,

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
-use offload_api::handoff::{self, Offered};
+use offload_api::handoff::{self, OfferedDescriptors};
 use offload_api::ids::{Epoch, SessionToken, SlotIndex};
 use offload_api::proto::offload_server::{Offload, OffloadServer};
 use offload_api::proto::{self, *};
@@ -142,7 +142,7 @@ fn serve_session(
     let line = accept(listener);
     handoff::send(
         &line,
-        Offered {
+        OfferedDescriptors {
             arena: arena.as_fd(),
             ring: ring.as_fd(),
             submission_doorbell: submission.as_fd(),

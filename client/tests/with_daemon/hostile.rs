@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::real::*;
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::handoff::{self, HandoffError, Received};
+use offload_api::handoff::{self, HandoffError, ReceivedDescriptors};
 use offload_api::ids::SessionToken;
 use offload_api::proto::offload_client::OffloadClient;
 use offload_api::proto::{self, OpenSessionReply, OpenSessionRequest};
@@ -25,7 +25,7 @@ struct Raw {
     runtime: tokio::runtime::Runtime,
     calls: OffloadClient<Channel>,
     reply: OpenSessionReply,
-    fds: Received,
+    fds: ReceivedDescriptors,
     rings: ProcessRings,
 }
 

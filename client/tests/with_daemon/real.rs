@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use offload_client::private::{PrivateDaemon, PrivateSettings};
 use offload_client::{
-    ClientError, Done, Durability, Generation, JobDefinition, Rank, Session, SessionSettings,
-    SlotClass, Tile, TileIndex, TileKind,
+    ClientError, Durability, EndedOperation, Generation, JobDefinition, Rank, Session,
+    SessionSettings, SlotClass, Tile, TileIndex, TileKind,
 };
 
 pub(crate) const TILE_BYTES: u32 = 64 << 10;
@@ -144,7 +144,10 @@ pub(crate) fn content(tile: u32, seed: u64) -> Vec<u8> {
 }
 
 /// Waits for `count` completions.
-pub(crate) fn wait_for(session: &mut Session, count: usize) -> Result<Vec<Done>, ClientError> {
+pub(crate) fn wait_for(
+    session: &mut Session,
+    count: usize,
+) -> Result<Vec<EndedOperation>, ClientError> {
     let mut done = Vec::new();
     let until = Instant::now() + LONG;
     while done.len() < count {
@@ -174,7 +177,7 @@ pub(crate) fn write(session: &mut Session, tiles: impl IntoIterator<Item = u32>,
 }
 
 /// Swaps in `tile`.
-pub(crate) fn read(session: &mut Session, tile: u32) -> Done {
+pub(crate) fn read(session: &mut Session, tile: u32) -> EndedOperation {
     let slot = session.take_slot(0).expect("a free slot");
     session.swap_in(TileIndex(tile), slot).unwrap();
     wait_for(session, 1).unwrap().remove(0)

@@ -13,12 +13,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::real::*;
 
 /// A daemon under `offloadd supervise`, ended when dropped.
-struct Supervised {
+struct SupervisedDaemon {
     child: Child,
     socket: PathBuf,
 }
 
-impl Supervised {
+impl SupervisedDaemon {
     fn start(place: &Place) -> Self {
         let program = std::env::current_exe().unwrap();
         let program = (program.ancestors().skip(1).take(2))
@@ -84,7 +84,7 @@ impl Supervised {
     }
 }
 
-impl Drop for Supervised {
+impl Drop for SupervisedDaemon {
     fn drop(&mut self) {
         self.signal(Signal::TERM);
         self.child.wait().unwrap();
@@ -166,7 +166,7 @@ impl Worker {
 #[test]
 fn restarts_at_any_moment_lose_no_byte_no_ticket_and_no_commit() {
     let place = Place::new();
-    let supervised = Supervised::start(&place);
+    let supervised = SupervisedDaemon::start(&place);
     let mut worker = Worker {
         session: open_new(&supervised.socket),
         seeds: [0; TILE_COUNT as usize],
@@ -212,7 +212,7 @@ fn restarts_at_any_moment_lose_no_byte_no_ticket_and_no_commit() {
     worker.session.close().unwrap();
     drop(supervised);
 
-    let supervised = Supervised::start(&place);
+    let supervised = SupervisedDaemon::start(&place);
     let mut session = Session::open(settings(&supervised.socket)).unwrap();
     let newest = session
         .info()
@@ -232,7 +232,7 @@ fn restarts_at_any_moment_lose_no_byte_no_ticket_and_no_commit() {
 #[test]
 fn calls_that_a_restart_interrupts_are_made_once() {
     let place = Place::new();
-    let supervised = Supervised::start(&place);
+    let supervised = SupervisedDaemon::start(&place);
     // Each call begins while the daemon may be absent.
     let mut session = Session::open(settings(&supervised.socket)).unwrap();
     supervised.restart();
@@ -265,7 +265,7 @@ fn calls_that_a_restart_interrupts_are_made_once() {
 #[test]
 fn a_daemon_that_ends_without_handing_over_ends_its_sessions_at_once() {
     let place = Place::new();
-    let supervised = Supervised::start(&place);
+    let supervised = SupervisedDaemon::start(&place);
     let mut session = open_new(&supervised.socket);
     write(&mut session, 0..TILE_COUNT, 3);
     kill_process(supervised.daemon().unwrap(), Signal::KILL).unwrap();

@@ -47,10 +47,10 @@ pub(super) fn narrow(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&
     unsafe { with_avx2(random, first, from, to) }
 }
 
-step_planes!("avx2,fma,f16c", __m256, _mm256_set1_ps);
+step_planes!("avx2,fma,f16c", __m256, VectorPair, _mm256_set1_ps);
 
 /// A block of fp32.
-type Block = [__m256; 2];
+type VectorPair = [__m256; 2];
 
 impl Vectors {
     /// Returns the new masters and replaces the moments in place.
@@ -58,10 +58,10 @@ impl Vectors {
     #[target_feature(enable = "avx2,fma,f16c")]
     fn adamw(
         &self,
-        master: Block,
+        master: VectorPair,
         (momentum, variance): (&mut [f32; BLOCK], &mut [f32; BLOCK]),
-        grad: Block,
-    ) -> Block {
+        grad: VectorPair,
+    ) -> VectorPair {
         prefetch_after(momentum);
         prefetch_after(variance);
         let (m, v) = (load(momentum), load(variance));
@@ -103,7 +103,12 @@ impl Vectors {
     /// Returns the new masters and replaces the momentum in place.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn lion(&self, master: Block, momentum: &mut [f32; BLOCK], grad: Block) -> Block {
+    fn lion(
+        &self,
+        master: VectorPair,
+        momentum: &mut [f32; BLOCK],
+        grad: VectorPair,
+    ) -> VectorPair {
         prefetch_after(momentum);
         let m = load(momentum);
         let low = self.lion_vector(master[0], m[0], grad[0]);
@@ -135,7 +140,7 @@ impl Vectors {
     /// Returns the new masters.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn sgd(&self, master: Block, grad: Block) -> Block {
+    fn sgd(&self, master: VectorPair, grad: VectorPair) -> VectorPair {
         [
             self.sgd_vector(master[0], grad[0]),
             self.sgd_vector(master[1], grad[1]),
@@ -170,7 +175,7 @@ fn canonical(x: __m256) -> __m256 {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load(from: &[f32; BLOCK]) -> Block {
+fn load(from: &[f32; BLOCK]) -> VectorPair {
     let from = from.as_ptr();
     // SAFETY: the array holds the 16 numbers that both loads read; they need no alignment.
     unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
@@ -178,7 +183,7 @@ fn load(from: &[f32; BLOCK]) -> Block {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store(x: Block, to: &mut [f32; BLOCK]) {
+fn store(x: VectorPair, to: &mut [f32; BLOCK]) {
     let to = to.as_mut_ptr();
     // SAFETY: the array holds the 16 numbers that both stores write; they need no alignment.
     unsafe {
@@ -222,7 +227,7 @@ fn upper_halves(x: __m128i) -> __m256i {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn from_bf16(from: &[u16; BLOCK]) -> Block {
+fn from_bf16(from: &[u16; BLOCK]) -> VectorPair {
     let [a, b] = load_halves(from);
     [
         _mm256_castsi256_ps(upper_halves(a)),
@@ -232,7 +237,7 @@ fn from_bf16(from: &[u16; BLOCK]) -> Block {
 
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn from_fp16(from: &[u16; BLOCK]) -> Block {
+fn from_fp16(from: &[u16; BLOCK]) -> VectorPair {
     let [a, b] = load_halves(from);
     [_mm256_cvtph_ps(a), _mm256_cvtph_ps(b)]
 }
@@ -240,7 +245,7 @@ fn from_fp16(from: &[u16; BLOCK]) -> Block {
 /// `number::to_fp16`; `x` has no NaN but the canonical one.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn to_fp16(x: Block, to: &mut [u16; BLOCK]) {
+fn to_fp16(x: VectorPair, to: &mut [u16; BLOCK]) {
     let a = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[0]);
     let b = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[1]);
     let both = _mm256_set_m128i(b, a);
@@ -251,7 +256,7 @@ fn to_fp16(x: Block, to: &mut [u16; BLOCK]) {
 /// `number::join`.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn join(param: &[u16; BLOCK], residual: &[i16; BLOCK]) -> Block {
+fn join(param: &[u16; BLOCK], residual: &[i16; BLOCK]) -> VectorPair {
     let (param, residual) = (load_halves(param), load_halves(residual));
     let join = |param, residual| {
         let bits = _mm256_add_epi32(upper_halves(param), _mm256_cvtepi16_epi32(residual));
@@ -263,7 +268,7 @@ fn join(param: &[u16; BLOCK], residual: &[i16; BLOCK]) -> Block {
 /// `number::split`; `x` has no NaN but the canonical one.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn split(x: Block, param: &mut [u16; BLOCK], residual: &mut [i16; BLOCK]) {
+fn split(x: VectorPair, param: &mut [u16; BLOCK], residual: &mut [i16; BLOCK]) {
     let bits = [_mm256_castps_si256(x[0]), _mm256_castps_si256(x[1])];
     let half = _mm256_set1_epi32(0x8000);
     let high = |bits| _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));

@@ -23,10 +23,7 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     unsafe { step_blocks(s, elements) }
 }
 
-/// A block of fp32.
-type Block = __m512;
-
-step_planes!("avx512f", __m512, _mm512_set1_ps);
+step_planes!("avx512f", __m512, __m512, _mm512_set1_ps);
 
 impl Vectors {
     /// Returns the new masters and replaces the moments in place, like `scalar::adamw`, line by line.
@@ -34,10 +31,10 @@ impl Vectors {
     #[target_feature(enable = "avx512f")]
     fn adamw(
         &self,
-        master: Block,
+        master: __m512,
         (momentum_in_out, variance_in_out): (&mut [f32; BLOCK], &mut [f32; BLOCK]),
-        grad: Block,
-    ) -> Block {
+        grad: __m512,
+    ) -> __m512 {
         prefetch_after(momentum_in_out);
         prefetch_after(variance_in_out);
         let (momentum, variance) = (load(momentum_in_out), load(variance_in_out));
@@ -64,7 +61,7 @@ impl Vectors {
     /// Returns the new masters and replaces the momentum in place, like `scalar::lion`, line by line.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn lion(&self, master: Block, momentum_in_out: &mut [f32; BLOCK], grad: Block) -> Block {
+    fn lion(&self, master: __m512, momentum_in_out: &mut [f32; BLOCK], grad: __m512) -> __m512 {
         prefetch_after(momentum_in_out);
         let momentum = load(momentum_in_out);
         let grad = _mm512_mul_ps(grad, self.grad_scale);
@@ -87,7 +84,7 @@ impl Vectors {
     /// Returns the new masters, like `scalar::sgd`, line by line.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn sgd(&self, master: Block, grad: Block) -> Block {
+    fn sgd(&self, master: __m512, grad: __m512) -> __m512 {
         let grad = _mm512_mul_ps(grad, self.grad_scale);
         let grad = _mm512_fmadd_ps(self.minus_decay, master, grad);
         canonical(_mm512_fmadd_ps(self.minus_step_size, grad, master))

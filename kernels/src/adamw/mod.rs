@@ -83,7 +83,7 @@ pub fn step_range(hyper: &Hyper, tile: Tile<'_>, grad_type: GradType, range: Ran
 const CONVERTED_ELEMS: usize = 1024;
 
 /// Planes of a part of a tile in fp32.
-struct Converted {
+struct ConvertedPlanes {
     masters: [f32; CONVERTED_ELEMS],
     grads: [f32; CONVERTED_ELEMS],
     momentum: [f32; CONVERTED_ELEMS],
@@ -117,7 +117,7 @@ pub fn step_range_with(
         || format.master == Master::Bf16
         || grad_type != format.master.grad_type();
     let part_elems = if converts { CONVERTED_ELEMS } else { elems };
-    let mut converted = Converted {
+    let mut converted = ConvertedPlanes {
         masters: [0.0; CONVERTED_ELEMS],
         grads: [0.0; CONVERTED_ELEMS],
         momentum: [0.0; CONVERTED_ELEMS],
@@ -149,7 +149,7 @@ fn step_part(
     tile: Tile<'_>,
     grad_type: GradType,
     part: Range<usize>,
-    converted: &mut Converted,
+    converted: &mut ConvertedPlanes,
 ) {
     let TileFormat {
         rule,

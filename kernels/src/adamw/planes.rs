@@ -15,9 +15,9 @@ pub(super) fn prefetch_after<T>(block: &T) {
 }
 
 /// Defines `step_blocks`, which steps the whole blocks of each plane with the functions of the module around it and the rest with
-/// the definition, and `Vectors`, the scalars in each lane of a vector.
+/// the definition, and `Vectors`, the scalars in each lane of a `$vector`; the fp32 numbers of a block are a `$block`.
 macro_rules! step_planes {
-    ($features:tt, $vector:ty, $broadcast:path) => {
+    ($features:tt, $vector:ty, $block:ty, $broadcast:path) => {
         #[target_feature(enable = $features)]
         fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let v = Vectors::new(s);
@@ -59,7 +59,7 @@ macro_rules! step_planes {
         fn step_weights<'a, M>(
             weights: Weights<'a>,
             moments: impl Iterator<Item = M>,
-            update: impl Fn(Block, M, Block) -> Block,
+            update: impl Fn($block, M, $block) -> $block,
         ) -> Weights<'a> {
             match weights {
                 Weights::SplitBf16 {

@@ -10,7 +10,7 @@ pub enum GpuError {
     /// No usable library of either vendor was found.
     #[error(
         "no GPU library: {}. Install the GPU's driver, or run without a GPU",
-        Listed(tried)
+        JoinedLines(tried)
     )]
     NoLibrary {
         /// Each name tried, with the loader's answer.
@@ -43,7 +43,7 @@ pub enum GpuError {
         log: String,
     },
     /// A vendor's device was found, but not the run-time compiler.
-    #[error("no run-time compiler for {vendor} GPUs: {}", Listed(tried))]
+    #[error("no run-time compiler for {vendor} GPUs: {}", JoinedLines(tried))]
     NoCompiler {
         /// Vendor of the compiler.
         vendor: Vendor,
@@ -65,9 +65,9 @@ impl GpuError {
     }
 }
 
-struct Listed<'a>(&'a [String]);
+struct JoinedLines<'a>(&'a [String]);
 
-impl fmt::Display for Listed<'_> {
+impl fmt::Display for JoinedLines<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, line) in self.0.iter().enumerate() {
             let separator = if i == 0 { "" } else { "; " };

@@ -10,14 +10,14 @@
 //! The caller's buffers are copied from and to directly, so the caller keeps them unchanged while a copy is in progress:
 //! [`HostCopies::keep`] returns the event after which they may change. The host memory is pinned and allocated once.
 
-use super::pinned::Pinned;
+use super::pinned::PinnedMemory;
 use super::{DeviceAt, Event, Gpu, GpuError, Stream};
 
 /// Numbered copies of fixed sizes.
 pub struct HostCopies {
     gpu: Gpu,
     down: Stream,
-    host: Pinned,
+    host: PinnedMemory,
     copies: Vec<HostCopy>,
 }
 
@@ -51,7 +51,7 @@ impl HostCopies {
             gpu: gpu.clone(),
             down: gpu.stream()?,
             copies: copies.collect(),
-            host: Pinned::new(gpu, offset_bytes)?,
+            host: PinnedMemory::new(gpu, offset_bytes)?,
         })
     }
 

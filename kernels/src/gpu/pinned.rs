@@ -7,13 +7,13 @@ use super::{Gpu, GpuError};
 const PAGE_BYTES: usize = 4096;
 
 /// Pinned memory; the registration ends before the bytes are freed.
-pub(super) struct Pinned {
+pub(super) struct PinnedMemory {
     _registration: Registration,
     bytes: Box<[u8]>,
     start: usize,
 }
 
-impl Pinned {
+impl PinnedMemory {
     /// Allocates and pins `bytes_count` zeros.
     pub(super) fn new(gpu: &Gpu, bytes_count: usize) -> Result<Self, GpuError> {
         let rounded = bytes_count.next_multiple_of(PAGE_BYTES);

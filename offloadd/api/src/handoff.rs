@@ -63,7 +63,7 @@ const _: () = assert!(size_of::<Hello>() == 32 && size_of::<Answer>() == 16);
 
 /// Descriptors that a process receives.
 #[derive(Debug)]
-pub struct Received {
+pub struct ReceivedDescriptors {
     /// The arena's memory file, sealed against resizing.
     pub arena: OwnedFd,
     /// The memory file of [`crate::ring`], sealed against resizing.
@@ -77,9 +77,9 @@ pub struct Received {
     pub life_line: OwnedFd,
 }
 
-/// Descriptors that the daemon sends, in the order of [`Received`].
+/// Descriptors that the daemon sends, in the order of [`ReceivedDescriptors`].
 #[derive(Clone, Copy, Debug)]
-pub struct Offered<'fd> {
+pub struct OfferedDescriptors<'fd> {
     /// The arena's memory file.
     pub arena: BorrowedFd<'fd>,
     /// The memory file of the rings.
@@ -157,7 +157,7 @@ pub fn receive(
     path: &Path,
     token: SessionToken,
     timeout: Duration,
-) -> Result<Received, HandoffError> {
+) -> Result<ReceivedDescriptors, HandoffError> {
     let failed = |action| {
         move |errno: Errno| HandoffError::Socket {
             path: path.to_owned(),
@@ -230,7 +230,7 @@ pub fn receive(
     let [arena, ring, submission_doorbell, completion_doorbell]: [OwnedFd; 4] = fds
         .try_into()
         .map_err(|_| malformed(format!("{count} descriptors instead of 4")))?;
-    Ok(Received {
+    Ok(ReceivedDescriptors {
         arena,
         ring,
         submission_doorbell,
@@ -374,7 +374,7 @@ pub fn read_hello(socket: impl AsFd) -> Result<Option<SessionToken>, Fault> {
 ///
 /// # Errors
 /// The system's errors.
-pub fn send(socket: impl AsFd, offered: Offered<'_>) -> io::Result<()> {
+pub fn send(socket: impl AsFd, offered: OfferedDescriptors<'_>) -> io::Result<()> {
     let fds = [
         offered.arena,
         offered.ring,
@@ -454,7 +454,7 @@ mod tests {
         name: &str,
         timeout: Duration,
         daemon: impl FnOnce(OwnedFd) + Send + 'static,
-    ) -> Result<Received, HandoffError> {
+    ) -> Result<ReceivedDescriptors, HandoffError> {
         let path = std::env::temp_dir().join(format!("handoff-{name}-{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let listener = listen(&path).unwrap();
@@ -488,7 +488,7 @@ mod tests {
                 fd
             });
             let [up, down] = [3, 4].map(|n| eventfd(n, EventfdFlags::CLOEXEC).unwrap());
-            let offered = Offered {
+            let offered = OfferedDescriptors {
                 arena: arena.as_fd(),
                 ring: ring.as_fd(),
                 submission_doorbell: up.as_fd(),

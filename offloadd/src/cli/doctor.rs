@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use offload_support::outln;
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use offloadd::check::check;
 use offloadd::config::Config;
 use offloadd::doctor::{Roots, examine};
@@ -56,9 +56,9 @@ pub(crate) fn run(
         };
         outln!(
             "{}: {}, {}",
-            Counted(findings.len(), "check"),
-            Counted(count(Severity::Problem), "problem"),
-            Counted(count(Severity::Hint), "hint")
+            CountOf(findings.len(), "check"),
+            CountOf(count(Severity::Problem), "problem"),
+            CountOf(count(Severity::Hint), "hint")
         );
     }
     Ok(match worst {

@@ -35,7 +35,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 const END: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
-struct Counts {
+struct LineCounts {
     given: AtomicU64,
     written: AtomicU64,
     left_out: AtomicU64,
@@ -45,9 +45,9 @@ struct Counts {
 pub(super) fn to_stderr() -> LastLines {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
-    let counts = Arc::new(Counts::default());
+    let counts = Arc::new(LineCounts::default());
     let (sender, waiting) = sync_channel(WAITING_MAX);
-    let limited = Arc::new(Limited::default());
+    let limited = Arc::new(LineLimits::default());
     let (seen, of_limited) = (counts.clone(), limited.clone());
     let writing = std::thread::Builder::new()
         .name("log".into())
@@ -59,12 +59,12 @@ pub(super) fn to_stderr() -> LastLines {
         .with_ansi(std::io::stderr().is_terminal() && !no_color);
     match writing {
         Ok(_) => log
-            .with_writer(move || Line {
+            .with_writer(move || LogLine {
                 sender: sender.clone(),
                 counts: counts.clone(),
             })
             .finish()
-            .with(Limits(limited))
+            .with(LimitedLines(limited))
             .init(),
         // Without a thread, write directly: errors are worth the wait.
         Err(_) => log.with_writer(std::io::stderr).init(),
@@ -73,12 +73,12 @@ pub(super) fn to_stderr() -> LastLines {
 }
 
 /// Writer of one event; the subscriber writes it in one call.
-struct Line {
+struct LogLine {
     sender: SyncSender<Vec<u8>>,
-    counts: Arc<Counts>,
+    counts: Arc<LineCounts>,
 }
 
-impl Write for Line {
+impl Write for LogLine {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.counts.given.fetch_add(1, Ordering::Relaxed);
         if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) =
@@ -95,7 +95,7 @@ impl Write for Line {
     }
 }
 
-fn write_all(waiting: &Receiver<Vec<u8>>, counts: &Counts, limited: &Limited) {
+fn write_all(waiting: &Receiver<Vec<u8>>, counts: &LineCounts, limited: &LineLimits) {
     let mut told_at = Instant::now();
     loop {
         match waiting.recv_timeout(PERIOD.saturating_sub(told_at.elapsed())) {
@@ -159,16 +159,16 @@ impl Kind {
 
 /// Lines that may still be written, by kind. Kinds without recent lines are forgotten.
 #[derive(Default)]
-struct Limited(Mutex<HashMap<Kind, Lines>>);
+struct LineLimits(Mutex<HashMap<Kind, LineAllowance>>);
 
-struct Lines {
+struct LineAllowance {
     left: u64,
     /// `left` grows by one for each period since.
     since: Instant,
     left_out: u64,
 }
 
-impl Limited {
+impl LineLimits {
     /// Whether a line of this kind may be written; counts it if not.
     fn may_write(&self, kind: Kind, now: Instant) -> bool {
         let mut kinds = self.0.lock().unwrap_or_else(|e| e.into_inner());
@@ -184,7 +184,7 @@ impl Limited {
             }
         }
         let burst = kind.burst();
-        let lines = kinds.entry(kind).or_insert(Lines {
+        let lines = kinds.entry(kind).or_insert(LineAllowance {
             left: burst,
             since: now,
             left_out: 0,
@@ -215,7 +215,7 @@ impl Limited {
     }
 }
 
-impl Lines {
+impl LineAllowance {
     fn refill(&mut self, burst: u64, now: Instant) {
         let periods = (now.saturating_duration_since(self.since)).as_secs() / PERIOD.as_secs();
         if periods > 0 {
@@ -225,10 +225,10 @@ impl Lines {
     }
 }
 
-/// Drops lines over the limits of [`Limited`].
-struct Limits(Arc<Limited>);
+/// Drops lines over the limits of [`LineLimits`].
+struct LimitedLines(Arc<LineLimits>);
 
-impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Limits {
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for LimitedLines {
     fn event_enabled(&self, event: &tracing::Event<'_>, _: Context<'_, S>) -> bool {
         let level = *event.metadata().level();
         if level > tracing::Level::INFO {
@@ -271,7 +271,7 @@ impl Visit for Fields {
 }
 
 /// Waits on drop until queued lines are written.
-pub(super) struct LastLines(Arc<Counts>);
+pub(super) struct LastLines(Arc<LineCounts>);
 
 impl Drop for LastLines {
     fn drop(&mut self) {
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_user_has_a_burst_of_lines_then_one_per_period_and_dropped_lines_are_counted() {
-        let users = Limited::default();
+        let users = LineLimits::default();
         let start = Instant::now();
         let written = |uid, count, now| {
             let may_write = |_: &u64| users.may_write(Kind::Uid(uid), now);
@@ -317,7 +317,7 @@ mod tests {
     }
     #[test]
     fn equal_errors_are_counted_and_others_are_written() {
-        let lines = Limited::default();
+        let lines = LineLimits::default();
         let now = Instant::now();
         let text = |text: &str| Kind::Text(text.to_owned());
         let written = (0..38).filter(|_| lines.may_write(text("the disk is full"), now));

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use offloadd::daemon;
-use offloadd::handover::inherited::{self, Inherited};
+use offloadd::handover::inherited::{self, InheritedDescriptors};
 
 use super::log;
 use super::{follow_parent, raise_descriptor_limit};
@@ -14,7 +14,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         true => {
             inherited::close_all()
                 .context("closing descriptors inherited from the parent process")?;
-            Inherited::new()
+            InheritedDescriptors::new()
         }
         false => inherited::take_descriptors(),
     };

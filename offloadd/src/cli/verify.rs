@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use offload_api::proto;
 use offload_support::progress::{Audience, Progress, Unit};
-use offload_support::units::{ApproxBytes, Counted, parse_rate};
+use offload_support::units::{ApproxBytes, CountOf, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
 use offloadd::metrics::Ratings;
@@ -22,7 +22,7 @@ use super::store_access::{Holder, WhichStore, holder};
 pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
 
 #[derive(Args)]
-pub(crate) struct Options {
+pub(crate) struct VerifyOptions {
     #[command(flatten)]
     store: WhichStore,
     /// Read at most this many bytes per second, for example 200MB/s
@@ -38,7 +38,7 @@ pub(crate) struct Options {
 
 /// Findings, by a daemon or on the devices.
 #[derive(Default)]
-struct Found {
+struct VerifyResult {
     by_daemon: bool,
     job_count: u64,
     tile_count: u64,
@@ -52,16 +52,16 @@ struct Found {
     unread: Vec<String>,
     unclean: Vec<proto::JobName>,
     undecided: Vec<proto::UndecidedJob>,
-    wear: Vec<WearCount>,
+    wear: Vec<DeviceWearLine>,
 }
 
-struct WearCount {
+struct DeviceWearLine {
     path: String,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
 }
 
-impl Found {
+impl VerifyResult {
     fn is_sound(&self) -> bool {
         self.damaged_count == 0
             && self.notes.is_empty()
@@ -91,7 +91,7 @@ pub(crate) fn rate(text: &str) -> Result<u64, String> {
     }
 }
 
-pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(options: &VerifyOptions) -> Result<ExitCode> {
     let audience = match options.json {
         true => Audience::Nobody,
         false => Audience::Person,
@@ -112,7 +112,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     })
 }
 
-fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found> {
+fn read(config: &Config, options: &VerifyOptions, audience: Audience) -> Result<VerifyResult> {
     if options.job.is_some() {
         bail!("--job needs a running daemon; without one, verify the whole store");
     }
@@ -128,7 +128,7 @@ fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found>
     })?;
     drop(work);
     let ratings = Ratings::of_settings(config);
-    let wear = report.wear.iter().map(|device| WearCount {
+    let wear = report.wear.iter().map(|device| DeviceWearLine {
         path: device.path.clone(),
         worn_bytes: device.wear.written_bytes,
         rated_bytes: ratings.rated_bytes(&device.path),
@@ -137,7 +137,7 @@ fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found>
         uid: *uid,
         job: job.as_str().into(),
     });
-    Ok(Found {
+    Ok(VerifyResult {
         by_daemon: false,
         job_count: report.job_count as u64,
         tile_count: report.tile_count as u64,
@@ -154,11 +154,15 @@ fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found>
             .map(proto::UndecidedJob::from)
             .collect(),
         notes: report.notes,
-        ..Found::default()
+        ..VerifyResult::default()
     })
 }
 
-async fn scrub(daemon: &mut Daemon, options: &Options, audience: Audience) -> Result<Found> {
+async fn scrub(
+    daemon: &mut Daemon,
+    options: &VerifyOptions,
+    audience: Audience,
+) -> Result<VerifyResult> {
     let Daemon { socket, client } = daemon;
     let failed = |status: tonic::Status| refusal(socket, &status);
     let request = proto::ScrubRequest {
@@ -167,9 +171,9 @@ async fn scrub(daemon: &mut Daemon, options: &Options, audience: Audience) -> Re
     };
     let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
     let mut work = Progress::new("scrubbing", Unit::Bytes, audience);
-    let mut found = Found {
+    let mut found = VerifyResult {
         by_daemon: true,
-        ..Found::default()
+        ..VerifyResult::default()
     };
     let mut ended = false;
     let mut told_less = false;
@@ -214,7 +218,7 @@ async fn scrub(daemon: &mut Daemon, options: &Options, audience: Audience) -> Re
         .into_inner()
         .devices
         .into_iter()
-        .map(|device| WearCount {
+        .map(|device| DeviceWearLine {
             path: device.device.unwrap_or_default().path,
             worn_bytes: device.worn_bytes,
             rated_bytes: device.rated_bytes,
@@ -248,7 +252,7 @@ fn damaged_line(tile: &proto::DamagedTile) -> String {
     )
 }
 
-fn text(found: &Found) -> String {
+fn text(found: &VerifyResult) -> String {
     let mut text: String = found.damaged.iter().map(damaged_line).collect();
     if found.damaged_count > found.damaged.len() as u64 {
         let more = found.damaged_count - found.damaged.len() as u64;
@@ -263,7 +267,7 @@ fn text(found: &Found) -> String {
     if found.unread_count > 0 {
         text += &format!(
             "NOT READ {} on devices that could not be opened\n",
-            Counted(found.unread_count, "tile")
+            CountOf(found.unread_count, "tile")
         );
     }
     for proto::JobName { uid, job } in &found.unclean {
@@ -294,8 +298,8 @@ fn text(found: &Found) -> String {
     }
     text += &format!(
         "{}, {}, {} read{}: {}\n",
-        Counted(found.job_count, "job"),
-        Counted(found.tile_count, "tile"),
+        CountOf(found.job_count, "job"),
+        CountOf(found.tile_count, "tile"),
         ApproxBytes(found.tile_bytes),
         if found.by_daemon {
             " by the daemon"
@@ -318,7 +322,7 @@ fn beside(one: &proto::UndecidedJob) -> String {
     }
 }
 
-fn to_json(found: &Found) -> Value {
+fn to_json(found: &VerifyResult) -> Value {
     json!({
         "sound": found.is_sound(),
         "by_daemon": found.by_daemon,

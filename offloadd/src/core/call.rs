@@ -60,7 +60,7 @@ pub enum Call {
     ReportDamage {
         token: SessionToken,
         /// Finding of the process.
-        damage: Damage<DeviceNumber>,
+        damage: TileDamage<DeviceNumber>,
     },
     /// Ends the session in order.
     Close { token: SessionToken },
@@ -112,7 +112,7 @@ pub struct NewDevice {
 
 /// A tile that a process found to be damaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Damage<Device = DeviceIndex> {
+pub struct TileDamage<Device = DeviceIndex> {
     /// Device it was read from.
     pub device: Device,
     /// First byte on the device.
@@ -127,9 +127,9 @@ pub struct Damage<Device = DeviceIndex> {
     pub found: u32,
 }
 
-impl Damage<DeviceNumber> {
+impl TileDamage<DeviceNumber> {
     /// Returns the finding with the index of its device.
-    pub(super) fn on(self, device: DeviceIndex) -> Damage {
+    pub(super) fn on(self, device: DeviceIndex) -> TileDamage {
         let Self {
             device: _,
             offset,
@@ -138,7 +138,7 @@ impl Damage<DeviceNumber> {
             expected,
             found,
         } = self;
-        Damage {
+        TileDamage {
             device,
             offset,
             tile,
@@ -219,7 +219,7 @@ pub enum Reply {
         /// Owner of the job.
         uid: u32,
         job: JobName,
-        damage: Damage,
+        damage: TileDamage,
     },
     /// The session's I/O has ended.
     Close,

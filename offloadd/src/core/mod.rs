@@ -308,7 +308,7 @@ impl Core {
     /// The state belongs to another store, or another daemon has served the store since.
     pub fn adopt(
         &mut self,
-        state: &message::State,
+        state: &message::HandoverState,
         has_descriptors: impl Fn(usize) -> bool,
     ) -> Result<(Vec<AdoptedSession>, Vec<String>), String> {
         let Self { data, admin, ops } = self;
@@ -321,7 +321,7 @@ impl Core {
     }
 
     /// Returns the state that the next daemon cannot read from the devices.
-    pub fn hand_over(&self) -> message::State {
+    pub fn hand_over(&self) -> message::HandoverState {
         assert!(self.is_quiet(), "operations are in flight at a hand-over");
         self.admin.hand_over(&self.data)
     }

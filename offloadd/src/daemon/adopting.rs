@@ -1,17 +1,20 @@
 //! Adopts the sessions that the previous daemon handed over.
 
-use offload_api::ring::Reached;
-use offload_support::units::Counted;
+use offload_api::ring::RingPositions;
+use offload_support::units::CountOf;
 
 use crate::core::Core;
 use crate::driver::{InheritedSession, InheritedSessions};
-use crate::handover::Found;
-use crate::handover::inherited::Inherited;
+use crate::handover::FoundHandover;
+use crate::handover::inherited::InheritedDescriptors;
 
 /// Adopts the sessions of the previous daemon. Returns them and the names of all descriptors that this process inherited.
-pub(super) fn adopt(core: &mut Core, given: Inherited) -> (Option<InheritedSessions>, Vec<String>) {
+pub(super) fn adopt(
+    core: &mut Core,
+    given: InheritedDescriptors,
+) -> (Option<InheritedSessions>, Vec<String>) {
     let names: Vec<String> = given.iter().map(|(name, _)| name.clone()).collect();
-    let mut found = match Found::among(given) {
+    let mut found = match FoundHandover::among(given) {
         Ok(None) => return (None, names),
         Ok(Some(found)) => found,
         Err(refused) => {
@@ -47,13 +50,13 @@ pub(super) fn adopt(core: &mut Core, given: Inherited) -> (Option<InheritedSessi
     }
     tracing::info!(
         "adopted {} of the previous daemon",
-        Counted(adopted.len(), "session")
+        CountOf(adopted.len(), "session")
     );
     let sessions = adopted.into_iter().map(|adopted| {
         let session = &state.sessions[adopted.index];
         InheritedSession {
             descriptors: descriptors[adopted.index].take().expect("asked for"),
-            reached: Reached {
+            reached: RingPositions {
                 submission_head: session.submission_head,
                 completion_tail: session.completion_tail,
             },

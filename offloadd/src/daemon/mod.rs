@@ -17,7 +17,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::{ApproxBytes, CountOf};
 use rustix::process::Pid;
 use tokio::runtime::Runtime;
 
@@ -27,7 +27,7 @@ use crate::core::Core;
 use crate::device::{Device, DeviceBlocks};
 use crate::doctor::{Roots, huge_pages};
 use crate::driver::{self, Parts, Running};
-use crate::handover::inherited::Inherited;
+use crate::handover::inherited::InheritedDescriptors;
 use crate::handover::{self, SESSIONS_MAX};
 use crate::metrics::{Endurance, Ratings, WearCount};
 use crate::queue::DeviceLimits;
@@ -38,14 +38,19 @@ use adopting::adopt;
 use offload_support::memory;
 use opening::OpenedStore;
 use service_manager::{forget_kept, has_manager};
-use serving::{Signals, Started, serve};
+use serving::{Signals, StartSettings, serve};
 
 /// Runs the daemon with the settings at `file` until it is stopped. `parent`: of a private daemon, which ends with it. `given`:
 /// descriptors from the service manager.
 ///
 /// # Errors
 /// The daemon cannot start, or cannot continue.
-pub fn run(file: &Path, private: bool, parent: Option<Pid>, given: Inherited) -> Result<()> {
+pub fn run(
+    file: &Path,
+    private: bool,
+    parent: Option<Pid>,
+    given: InheritedDescriptors,
+) -> Result<()> {
     let config = Config::read(file)?;
     let (policy, lock) = check_memory(&config)?;
     let sessions_wait = handover::has_sessions(&given);
@@ -109,7 +114,7 @@ pub fn run(file: &Path, private: bool, parent: Option<Pid>, given: Inherited) ->
         scrub_bytes_per_s_max: config.scrub_bytes_per_s_max,
     };
     let ready = ready_line(&config, device_count, &running);
-    let started = Started {
+    let started = StartSettings {
         file: file.to_owned(),
         serving: match &running.read_only {
             None => format!("serving at {}", config.socket.display()),
@@ -184,7 +189,7 @@ fn ready_line(config: &Config, device_count: usize, running: &Running) -> String
         "READY offloadd {} at {}: {}, engine {} ({}), arenas up to {}{metrics}{limited}",
         env!("CARGO_PKG_VERSION"),
         config.socket.display(),
-        Counted(device_count, "device"),
+        CountOf(device_count, "device"),
         running.engine,
         running.engine_reason,
         ApproxBytes(config.arena_bytes_max),
@@ -193,7 +198,7 @@ fn ready_line(config: &Config, device_count: usize, running: &Running) -> String
 
 struct Sockets {
     /// Removes the socket on drop. Drop it before the listener.
-    place: server::Place,
+    place: server::SocketPath,
     listener: UnixListener,
     page: Option<Page>,
 }
@@ -205,7 +210,7 @@ impl Sockets {
             .transpose()?;
         let listener = server::bind(&config.socket)?;
         Ok(Self {
-            place: server::Place::at(&config.socket),
+            place: server::SocketPath::at(&config.socket),
             listener,
             page,
         })

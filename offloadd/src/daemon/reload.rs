@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::check::check;
 use crate::config::Config;
-use crate::driver::Change;
+use crate::driver::SettingsChange;
 use crate::findings::Severity;
 use crate::metrics::Ratings;
 use anyhow::{Result, bail};
@@ -12,20 +12,20 @@ use anyhow::{Result, bail};
 /// Settings to apply, and messages about changed settings that need a restart.
 #[derive(Debug)]
 pub(super) struct Reload {
-    pub(super) change: Change,
+    pub(super) change: SettingsChange,
     pub(super) refused: Vec<String>,
 }
 
 /// A device of the store.
 #[derive(Debug)]
-pub(super) struct Served {
+pub(super) struct ListedDevice {
     pub(super) path: PathBuf,
     /// Whether the device is being drained.
     pub(super) leaving: bool,
 }
 
 /// Reads `path` again. `started` are the settings at the start, `served` the current devices.
-pub(super) fn read(path: &Path, started: &Config, served: &[Served]) -> Result<Reload> {
+pub(super) fn read(path: &Path, started: &Config, served: &[ListedDevice]) -> Result<Reload> {
     let config = Config::read(path)?;
     let problem = check(&config)
         .into_iter()
@@ -38,17 +38,17 @@ pub(super) fn read(path: &Path, started: &Config, served: &[Served]) -> Result<R
 
 /// Whether the list names a device that is not served, or no longer names one that is. Devices are added and drained while the daemon
 /// runs, and a list that follows them, or still names a device that has left, needs no restart.
-fn wants_other_devices(started: &Config, served: &[Served], new: &Config) -> bool {
+fn wants_other_devices(started: &Config, served: &[ListedDevice], new: &Config) -> bool {
     let is_served = |path: &PathBuf| served.iter().any(|device| device.path == *path);
     let comes = |path: &PathBuf| !started.devices.contains(path) && !is_served(path);
-    let goes = |device: &Served| {
+    let goes = |device: &ListedDevice| {
         let listed = |config: &Config| config.devices.contains(&device.path);
         listed(started) && !listed(new) && !device.leaving
     };
     new.devices.iter().any(comes) || served.iter().any(goes)
 }
 
-fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
+fn compare(started: &Config, served: &[ListedDevice], new: &Config) -> Reload {
     let restart = |key: &str| format!("`{key}` needs a restart");
     let mut refused = Vec::new();
     let fixed = [
@@ -91,7 +91,7 @@ fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
             *limit = started;
         }
     }
-    let change = Change {
+    let change = SettingsChange {
         limits,
         quotas: new.quotas.clone(),
         ratings: Ratings::of_settings(new),
@@ -112,8 +112,8 @@ mod tests {
         rated_tbw = [1, 2]
     ";
 
-    fn serving(paths: &[&str]) -> Vec<Served> {
-        let one = |path: &&str| Served {
+    fn serving(paths: &[&str]) -> Vec<ListedDevice> {
+        let one = |path: &&str| ListedDevice {
             path: path.into(),
             leaving: false,
         };
@@ -209,7 +209,7 @@ mod tests {
     fn a_list_that_follows_the_store_needs_no_restart() {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
         let started = STARTED.replace("rated_tbw = [1, 2]", "");
-        let refused = |served: &[Served], list: &str| {
+        let refused = |served: &[ListedDevice], list: &str| {
             let new = started.replace("\"/a\", \"/b\"", list);
             let reload = compare(&parse(&started), served, &parse(&new));
             assert!(reload.refused.iter().all(|one| one.contains("`devices`")));

@@ -12,13 +12,13 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use rustix::process::Pid;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
 use super::Sockets;
-use super::reload::{self, Served};
+use super::reload::{self, ListedDevice};
 use super::service_manager::{
     feed_watchdog, has_manager, keep, say_ready, say_reloading, say_status, say_stopping,
 };
@@ -53,14 +53,14 @@ impl Signals {
 }
 
 /// Settings at the start, with which a reload compares.
-pub(super) struct Started {
+pub(super) struct StartSettings {
     pub(super) file: PathBuf,
     pub(super) config: Config,
     /// Status shown by `systemctl status`.
     pub(super) serving: String,
 }
 
-impl Started {
+impl StartSettings {
     /// Applies changed settings. Invalid settings change nothing; settings that need a restart are logged.
     fn reload(&self, owner: &DriverHandle) {
         say_reloading();
@@ -90,11 +90,11 @@ impl Started {
     }
 }
 
-fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
+fn served(owner: &DriverHandle) -> Result<Vec<ListedDevice>> {
     let asked = "asking which devices are served";
     let snapshot = owner.snapshot(Viewer::All).context(asked)?;
     let snapshot = snapshot.blocking_recv().context(asked)?.context(asked)?;
-    let devices = snapshot.devices.iter().map(|view| Served {
+    let devices = snapshot.devices.iter().map(|view| ListedDevice {
         path: (&view.state.path).into(),
         leaving: view.state.status.phase == Some(Phase::Draining),
     });
@@ -102,7 +102,7 @@ fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
 }
 
 /// Runs reloads one after the other on a thread of their own, because checking a device that hangs must not delay SIGTERM.
-fn start_reloads(started: Started, owner: DriverHandle) -> Result<SyncSender<()>> {
+fn start_reloads(started: StartSettings, owner: DriverHandle) -> Result<SyncSender<()>> {
     // One waiting request is enough: it reads the file when its turn comes.
     let (ask, asked) = sync_channel(1);
     std::thread::Builder::new()
@@ -121,7 +121,7 @@ pub(super) async fn serve(
     running: Running,
     about: About,
     parent: Option<Pid>,
-    started: Started,
+    started: StartSettings,
     signals: Signals,
     ready: &str,
 ) -> Result<()> {
@@ -205,7 +205,7 @@ pub(super) async fn serve(
     if let Ok(Some(handed)) = &ended {
         give(handed);
     }
-    // While the listener exists: see `Place`.
+    // While the listener exists: see `SocketPath`.
     drop(place);
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
@@ -217,7 +217,7 @@ pub(super) async fn serve(
 }
 
 fn give(handed: &HandedOver) {
-    let sessions = Counted(handed.state.sessions.len(), "session");
+    let sessions = CountOf(handed.state.sessions.len(), "session");
     match keep(handed) {
         Ok(()) if handed.state.sessions.is_empty() => {}
         Ok(()) => tracing::info!("handed {sessions} over to the next daemon"),

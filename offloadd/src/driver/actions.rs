@@ -7,7 +7,7 @@ use offload_api::ids::DeviceIndex;
 use tokio::sync::oneshot;
 use tracing::Span;
 
-use super::session::{Session, State};
+use super::session::{DriverSession, SessionState};
 use super::{Driver, trace};
 use crate::core::{Action, Reply};
 use crate::engine::{Io, Memory};
@@ -20,11 +20,11 @@ use crate::store::definition::JobName;
 /// A call that waits for the core's answer.
 pub(super) struct Waiting {
     pub(super) answer: oneshot::Sender<Result<Reply, Fault>>,
-    pub(super) counted: Counted,
+    pub(super) counted: LedgerChange,
 }
 
 /// Change of the ledger by the answer to a call.
-pub(super) enum Counted {
+pub(super) enum LedgerChange {
     Nothing,
     Commit(JobPlace, Span),
     Drop(u32, JobName),
@@ -105,12 +105,12 @@ impl Driver {
                 let span = trace::session(session, peer.uid, &job);
                 let (pid, arena_bytes) = (peer.pid, geometry.arena_bytes());
                 tracing::debug!(parent: &span, pid, arena_bytes, iodepth, "opened");
-                let new = Session {
+                let new = DriverSession {
                     span,
                     token,
                     peer,
                     job: self.ledger.session_begins(peer.uid, &job),
-                    state: State::Making,
+                    state: SessionState::Making,
                     unrung: false,
                 };
                 let before = self.sessions.insert(session, new);
@@ -123,7 +123,7 @@ impl Driver {
             Action::ForgetDevice { device } => self.forget_device(device),
             Action::DropArena { session } => self.drop_arena(session),
             Action::Evict { session, why } => {
-                if let Some(Session { span, peer, .. }) = self.sessions.get(&session) {
+                if let Some(DriverSession { span, peer, .. }) = self.sessions.get(&session) {
                     tracing::warn!(parent: span, uid = peer.uid, pid = peer.pid, %why, "evicted a process");
                 }
                 self.detach(session);
@@ -164,16 +164,16 @@ impl Driver {
     /// Counts the answer to a call and sends it.
     fn answer(&mut self, waiting: Waiting, reply: Result<Reply, Fault>) {
         match (waiting.counted, &reply) {
-            (Counted::Commit(job, span), reply) => {
+            (LedgerChange::Commit(job, span), reply) => {
                 trace::commit_answered(&span, reply);
                 let now = Instant::now();
                 self.ledger.commit_answered(job, reply.is_ok(), now);
             }
-            (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-            (Counted::AddDevice(device), reply) => {
+            (LedgerChange::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
+            (LedgerChange::AddDevice(device), reply) => {
                 self.device_answered(device, reply.as_ref().ok());
             }
-            (Counted::Drop(..) | Counted::Nothing, _) => {}
+            (LedgerChange::Drop(..) | LedgerChange::Nothing, _) => {}
         }
         // Fails only if the caller has gone.
         let _ = waiting.answer.send(reply);

@@ -9,10 +9,10 @@ use offload_api::handoff;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
-use super::keeper::Made;
+use super::keeper::SessionMemory;
 use super::lifecycle::ATTACH_WAIT;
 use super::process;
-use super::session::{Session, State};
+use super::session::{DriverSession, SessionState};
 use super::source::Source;
 use crate::core::Event;
 use crate::io::SessionId;
@@ -129,12 +129,12 @@ impl Driver {
                 );
                 return Err(Fault::new(FaultKind::Denied, what));
             }
-            let State::Offered { made, .. } = &session.state else {
+            let SessionState::Offered { made, .. } = &session.state else {
                 let what =
                     "the session's descriptors have already been handed out, or do not exist yet";
                 return Err(Fault::new(FaultKind::Busy, what));
             };
-            handoff::send(&hello.socket, Session::offered(made)).map_err(|error| {
+            handoff::send(&hello.socket, DriverSession::offered(made)).map_err(|error| {
                 let what = format!("handing out descriptors: {error}");
                 Fault::new(FaultKind::Protocol, what)
             })?;
@@ -151,7 +151,8 @@ impl Driver {
 
     fn attach(&mut self, id: SessionId, hello: Hello) {
         let session = self.sessions.get_mut(&id).expect("just seen");
-        let State::Offered { made, .. } = std::mem::replace(&mut session.state, State::Dropped)
+        let SessionState::Offered { made, .. } =
+            std::mem::replace(&mut session.state, SessionState::Dropped)
         else {
             unreachable!("just seen");
         };
@@ -164,7 +165,7 @@ impl Driver {
     pub(super) fn begin(
         &mut self,
         id: SessionId,
-        made: Box<Made>,
+        made: Box<SessionMemory>,
         life_line: OwnedFd,
         process: Option<OwnedFd>,
     ) {
@@ -177,7 +178,7 @@ impl Driver {
             None => Ok(()),
         });
         let session = self.sessions.get_mut(&id).expect("just seen");
-        session.state = State::Attached {
+        session.state = SessionState::Attached {
             made,
             life_line,
             process,
@@ -204,7 +205,7 @@ impl Driver {
         let late: Vec<_> = self
             .sessions
             .iter()
-            .filter(|(_, s)| matches!(s.state, State::Offered { deadline, .. } if deadline <= now))
+            .filter(|(_, s)| matches!(s.state, SessionState::Offered { deadline, .. } if deadline <= now))
             .map(|(id, _)| *id)
             .collect();
         for id in late {

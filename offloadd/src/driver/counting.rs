@@ -10,13 +10,13 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use offload_support::units::ApproxBytes;
 
-use super::{Counted, Driver, WEAR_IO, trace};
-use crate::core::{Call, Damage, Peer, Viewer};
+use super::{Driver, LedgerChange, WEAR_IO, trace};
+use crate::core::{Call, Peer, TileDamage, Viewer};
 use crate::device::is_sparse;
 use crate::engine::{Io, Memory};
 use crate::io::{IoId, IoOp, failure};
-use crate::metrics::ledger::{Failed, JobPlace};
-use crate::metrics::slowness::Change;
+use crate::metrics::ledger::{FailedOperation, JobPlace};
+use crate::metrics::slowness::SlownessChange;
 use crate::metrics::{DeviceView, Snapshot};
 use crate::queue::Owner;
 use crate::store::DATA_OFFSET;
@@ -32,21 +32,21 @@ const FAILURES_LOGGED_MAX: u64 = 16;
 
 impl Driver {
     /// Returns what the answer to `request` will change in the ledger.
-    pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
+    pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> LedgerChange {
         let (token, generation) = match request {
             Call::Commit {
                 token, generation, ..
             } => (token, generation),
-            Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
-            _ => return Counted::Nothing,
+            Call::DropJob { job } => return LedgerChange::Drop(peer.uid, job.clone()),
+            _ => return LedgerChange::Nothing,
         };
         let mut sessions = self.sessions.values();
         let Some(session) = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid) else {
-            return Counted::Nothing;
+            return LedgerChange::Nothing;
         };
         let (job, span) = (session.job, trace::commit(&session.span, *generation));
         self.ledger.commit_called(job, Instant::now());
-        Counted::Commit(job, span)
+        LedgerChange::Commit(job, span)
     }
 
     /// Counts and logs a damaged tile. The log is limited, because a process may report without end.
@@ -54,7 +54,7 @@ impl Driver {
         &mut self,
         job: JobPlace,
         uid: u32,
-        damage: Damage,
+        damage: TileDamage,
         by_process: bool,
     ) {
         if self.ledger.damaged(job, damage.device) > DAMAGE_LOGGED_MAX {
@@ -82,8 +82,8 @@ impl Driver {
 
     /// Logs an operation that failed. Those of the daemon itself (flushes, records, the catalog) are few; of those on tiles, which their
     /// processes hear of too, the first ones of each device are logged and all are counted.
-    pub(super) fn report_failure(&self, failed: Failed, outcome: Result<u32, i32>) {
-        let Failed {
+    pub(super) fn report_failure(&self, failed: FailedOperation, outcome: Result<u32, i32>) {
+        let FailedOperation {
             device,
             op,
             offset,
@@ -233,7 +233,7 @@ impl Driver {
             let DeviceIndex(index) = device;
             let state = &self.core.device_states()[index as usize];
             match change {
-                Change::Slow { bytes_per_s, times } => tracing::warn!(
+                SlownessChange::Slow { bytes_per_s, times } => tracing::warn!(
                     "device {} has become slow: {:.0} MB/s while busy, measured {:.0} MB/s read and {:.0} MB/s written ({times:.0} times \
                      slower): check its temperature, its health and other users of it",
                     state.path,
@@ -241,7 +241,7 @@ impl Driver {
                     state.read_bytes_per_s as f64 / 1e6,
                     state.write_bytes_per_s as f64 / 1e6,
                 ),
-                Change::Well => {
+                SlownessChange::Well => {
                     tracing::info!("device {} is as fast as measured again", state.path);
                 }
             }

@@ -4,10 +4,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use offload_api::ids::Epoch;
-use offload_api::ring::Reached;
+use offload_api::ring::RingPositions;
 
-use super::keeper::Made;
-use super::session::{Session, State};
+use super::keeper::SessionMemory;
+use super::session::{DriverSession, SessionState};
 use super::{Driver, DriverError, system, trace};
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
@@ -24,7 +24,7 @@ pub struct InheritedSession {
     /// Descriptors that both sides share.
     pub descriptors: Descriptors,
     /// Positions in its rings.
-    pub reached: Reached,
+    pub reached: RingPositions,
 }
 
 /// Sessions that the previous daemon handed over.
@@ -108,7 +108,7 @@ impl Driver {
             reached,
         } = inherited;
         let id = adopted.session;
-        let made = Made::adopt(
+        let made = SessionMemory::adopt(
             descriptors,
             &adopted.geometry,
             adopted.ring_entries,
@@ -126,12 +126,12 @@ impl Driver {
         };
         self.engine.register(&made.arena);
         self.keeper.adopted(&made);
-        let session = Session {
+        let session = DriverSession {
             span: trace::session(id, adopted.peer.uid, &adopted.job),
             token: adopted.token,
             peer: adopted.peer,
             job: (self.ledger).session_begins(adopted.peer.uid, &adopted.job),
-            state: State::Making,
+            state: SessionState::Making,
             unrung: false,
         };
         self.sessions.insert(id, session);
@@ -154,7 +154,7 @@ impl Driver {
             let Some((_, session)) = found else {
                 unreachable!("the core's sessions are the driver's");
             };
-            let State::Attached {
+            let SessionState::Attached {
                 made,
                 life_line,
                 process,
@@ -176,7 +176,7 @@ impl Driver {
 }
 
 fn copies(
-    made: &Made,
+    made: &SessionMemory,
     life_line: &OwnedFd,
     process: Option<&OwnedFd>,
 ) -> std::io::Result<Descriptors> {

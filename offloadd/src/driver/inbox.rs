@@ -10,9 +10,9 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
-use super::keeper::Made;
+use super::keeper::SessionMemory;
 use crate::core::{
-    Call, CommittedTiles, Core, Damage, NewDevice, Peer, Reply, TilePosition, Viewer,
+    Call, CommittedTiles, Core, NewDevice, Peer, Reply, TileDamage, TilePosition, Viewer,
 };
 use crate::io::SessionId;
 use crate::metrics::{MovedBeside, Ratings, Snapshot};
@@ -28,7 +28,7 @@ pub(super) type SnapshotAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
 
 /// Changed settings that a running daemon can apply.
 #[derive(Clone, Debug)]
-pub struct Change {
+pub struct SettingsChange {
     /// Limits; those of sessions and operations are at most the values at the start.
     pub limits: Limits,
     /// Quotas of users and jobs.
@@ -92,7 +92,7 @@ pub(super) enum Message {
     /// The keeper made a session's memory, or failed.
     Made {
         session: SessionId,
-        made: Result<Box<Made>, Fault>,
+        made: Result<Box<SessionMemory>, Fault>,
     },
     /// Asks about the core's state.
     Ask(Question),
@@ -101,10 +101,10 @@ pub(super) enum Message {
         by_process: bool,
         uid: u32,
         job: JobName,
-        damage: Damage,
+        damage: TileDamage,
     },
     /// The administrator changed the settings.
-    Change(Change),
+    Change(SettingsChange),
     /// Answered after the turn in which it was read.
     Turn(oneshot::Sender<()>),
     /// Stops in order.
@@ -239,7 +239,7 @@ impl DriverHandle {
         by_process: bool,
         uid: u32,
         job: JobName,
-        damage: Damage,
+        damage: TileDamage,
     ) -> Result<(), Fault> {
         self.try_send(Message::Damaged {
             by_process,
@@ -253,7 +253,7 @@ impl DriverHandle {
     ///
     /// # Errors
     /// Same as [`Self::call`].
-    pub fn change(&self, change: Change) -> Result<(), Fault> {
+    pub fn change(&self, change: SettingsChange) -> Result<(), Fault> {
         self.try_send(Message::Change(change))
     }
 

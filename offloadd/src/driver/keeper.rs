@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
 use offload_api::ids::Epoch;
-use offload_api::ring::{DaemonRings, Reached, RingMap};
+use offload_api::ring::{DaemonRings, RingMap, RingPositions};
 use offload_support::memory;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::OFlags;
@@ -25,7 +25,7 @@ use crate::io::SessionId;
 
 /// Memory and descriptors that a session shares with its process.
 #[derive(Debug)]
-pub(super) struct Made {
+pub(super) struct SessionMemory {
     pub(super) arena: Arc<Arena>,
     pub(super) rings: DaemonRings,
     pub(super) ring_fd: OwnedFd,
@@ -38,13 +38,13 @@ pub(super) struct Made {
     pub(super) completion_reader: PipeReader,
 }
 
-impl Made {
+impl SessionMemory {
     /// Adopts what a previous daemon made.
     pub(super) fn adopt(
         descriptors: Descriptors,
         geometry: &Geometry,
         ring_entries: u32,
-        reached: Reached,
+        reached: RingPositions,
         epoch: Epoch,
         policy: LockPolicy,
     ) -> Result<(Self, OwnedFd, Option<OwnedFd>), Fault> {
@@ -77,7 +77,7 @@ struct Make {
 
 /// Memory of an ended session; it counts until the kernel has freed it.
 #[derive(Debug)]
-pub(super) struct Ending(Box<Made>);
+pub(super) struct Ending(Box<SessionMemory>);
 
 impl Ending {
     pub(super) fn arena(&self) -> ArenaId {
@@ -87,7 +87,7 @@ impl Ending {
 
 /// Work of one user's thread.
 #[derive(Debug, Default)]
-struct Jobs {
+struct UserWork {
     make: VecDeque<Make>,
     free: VecDeque<Ending>,
 }
@@ -100,24 +100,24 @@ struct Books {
     ending_bytes: u64,
     bytes_max: u64,
     /// Users with a running thread.
-    users: HashMap<u32, Jobs>,
+    users: HashMap<u32, UserWork>,
     /// Whether to make no more memory.
     ended: bool,
 }
 
 impl Books {
     /// Takes the next work of a user's thread; `None` if it must wait for memory.
-    fn next(&mut self, uid: u32) -> Option<Next> {
+    fn next(&mut self, uid: u32) -> Option<NextWork> {
         let jobs = self.users.get_mut(&uid).expect("its thread runs");
         if let Some(ending) = jobs.free.pop_front() {
-            return Some(Next::Free(ending));
+            return Some(NextWork::Free(ending));
         }
         if self.ended {
             jobs.make.clear();
         }
         let Some(make) = jobs.make.front() else {
             self.users.remove(&uid);
-            return Some(Next::Nothing);
+            return Some(NextWork::Nothing);
         };
         let bytes = make.geometry.arena_bytes();
         let too_much = self.held_bytes.saturating_add(bytes) > self.bytes_max
@@ -127,19 +127,19 @@ impl Books {
             return None;
         }
         self.held_bytes += bytes;
-        jobs.make.pop_front().map(Next::Make)
+        jobs.make.pop_front().map(NextWork::Make)
     }
 }
 
 #[derive(Debug)]
-enum Next {
+enum NextWork {
     Free(Ending),
     Make(Make),
     Nothing,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct KeeperState {
     owner: DriverHandle,
     epoch: Epoch,
     policy: LockPolicy,
@@ -150,7 +150,7 @@ struct Shared {
 /// The owner thread's handle.
 #[derive(Debug)]
 pub(super) struct Keeper {
-    shared: Arc<Shared>,
+    shared: Arc<KeeperState>,
     /// Whether drop waits until all memory is freed.
     waits: bool,
 }
@@ -166,7 +166,7 @@ impl Keeper {
             bytes_max,
             ..Books::default()
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(KeeperState {
             owner,
             epoch,
             policy,
@@ -186,7 +186,7 @@ impl Keeper {
     }
 
     /// Counts memory that a previous daemon made.
-    pub(super) fn adopted(&self, made: &Made) {
+    pub(super) fn adopted(&self, made: &SessionMemory) {
         self.shared.books().held_bytes += made.arena.bytes() as u64;
     }
 
@@ -214,7 +214,7 @@ impl Keeper {
     }
 
     /// Marks memory as ending, so that new arenas wait for it. Call [`Self::free`] next.
-    pub(super) fn ends(&self, made: Box<Made>) -> Ending {
+    pub(super) fn ends(&self, made: Box<SessionMemory>) -> Ending {
         self.shared.books().ending_bytes += made.arena.bytes() as u64;
         Ending(made)
     }
@@ -236,7 +236,7 @@ impl Keeper {
         self.waits = false;
     }
 
-    fn give(&self, uid: u32, add: impl FnOnce(&mut Jobs)) -> std::io::Result<()> {
+    fn give(&self, uid: u32, add: impl FnOnce(&mut UserWork)) -> std::io::Result<()> {
         let mut books = self.shared.books();
         if !books.users.contains_key(&uid) {
             let shared = self.shared.clone();
@@ -252,7 +252,7 @@ impl Keeper {
     }
 }
 
-impl Shared {
+impl KeeperState {
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -269,12 +269,12 @@ impl Shared {
             };
             drop(books);
             match next {
-                Next::Nothing => {
+                NextWork::Nothing => {
                     self.changed.notify_all();
                     return;
                 }
-                Next::Free(ending) => self.free(ending),
-                Next::Make(Make {
+                NextWork::Free(ending) => self.free(ending),
+                NextWork::Make(Make {
                     session,
                     geometry,
                     ring_entries,
@@ -317,7 +317,7 @@ fn make(
     ring_entries: u32,
     epoch: Epoch,
     policy: LockPolicy,
-) -> Result<Made, Fault> {
+) -> Result<SessionMemory, Fault> {
     let arena = Arc::new(Arena::make(geometry, policy)?);
     let system = |error: std::io::Error| {
         Fault::new(
@@ -332,7 +332,7 @@ fn make(
     let (completion_reader, completion_doorbell) = std::io::pipe().map_err(system)?;
     rustix::fs::fcntl_setfl(&completion_doorbell, OFlags::NONBLOCK)
         .map_err(|e| system(e.into()))?;
-    Ok(Made {
+    Ok(SessionMemory {
         arena,
         rings: DaemonRings::new(map),
         ring_fd,
@@ -360,7 +360,7 @@ mod tests {
         .unwrap()
     }
 
-    fn next_made(inbox: &Inbox) -> (u64, Box<Made>) {
+    fn next_made(inbox: &Inbox) -> (u64, Box<SessionMemory>) {
         let limit = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(Message::Made { session, made }) = inbox.next_message() {

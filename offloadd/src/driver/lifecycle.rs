@@ -6,8 +6,8 @@ use offload_api::fault::Fault;
 use rustix::event::epoll;
 
 use super::Driver;
-use super::keeper::Made;
-use super::session::State;
+use super::keeper::SessionMemory;
+use super::session::SessionState;
 use crate::core::Event;
 use crate::io::SessionId;
 
@@ -15,22 +15,22 @@ use crate::io::SessionId;
 pub(super) const ATTACH_WAIT: Duration = Duration::from_secs(10);
 
 impl Driver {
-    pub(super) fn made(&mut self, id: SessionId, made: Result<Box<Made>, Fault>) {
+    pub(super) fn made(&mut self, id: SessionId, made: Result<Box<SessionMemory>, Fault>) {
         let session = self.sessions.get_mut(&id).expect("kept while it is made");
         let result = match (made, &session.state) {
-            (Ok(made), State::Dropped) => {
+            (Ok(made), SessionState::Dropped) => {
                 let uid = session.peer.uid;
                 self.keeper.free(uid, self.keeper.ends(made));
                 self.remove(id);
                 return;
             }
-            (Err(_), State::Dropped) => {
+            (Err(_), SessionState::Dropped) => {
                 self.remove(id);
                 return;
             }
             (Ok(made), _) => {
                 self.engine.register(&made.arena);
-                session.state = State::Offered {
+                session.state = SessionState::Offered {
                     made,
                     deadline: Instant::now() + ATTACH_WAIT,
                 };
@@ -54,7 +54,7 @@ impl Driver {
         };
         if !matches!(
             session.state,
-            State::Attached { .. } | State::Offered { .. }
+            SessionState::Attached { .. } | SessionState::Offered { .. }
         ) {
             return;
         }
@@ -74,8 +74,8 @@ impl Driver {
         let Some(session) = self.sessions.get_mut(&id) else {
             return;
         };
-        session.state = match std::mem::replace(&mut session.state, State::Dropped) {
-            State::Attached {
+        session.state = match std::mem::replace(&mut session.state, SessionState::Dropped) {
+            SessionState::Attached {
                 made,
                 life_line,
                 process,
@@ -86,9 +86,9 @@ impl Driver {
                 if let Some(process) = process {
                     let _ = epoll::delete(&self.epoll, &process);
                 }
-                State::Gone { made }
+                SessionState::Gone { made }
             }
-            State::Offered { made, .. } => State::Gone { made },
+            SessionState::Offered { made, .. } => SessionState::Gone { made },
             other => other,
         };
     }
@@ -99,10 +99,12 @@ impl Driver {
         let Some(session) = self.sessions.get_mut(&id) else {
             return;
         };
-        match std::mem::replace(&mut session.state, State::Dropped) {
+        match std::mem::replace(&mut session.state, SessionState::Dropped) {
             // Its memory is being made: `made` will see that it was dropped.
-            State::Making | State::Dropped => {}
-            State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
+            SessionState::Making | SessionState::Dropped => {}
+            SessionState::Offered { made, .. }
+            | SessionState::Attached { made, .. }
+            | SessionState::Gone { made } => {
                 let uid = session.peer.uid;
                 self.engine.forget(made.arena.id());
                 self.ending.push((uid, self.keeper.ends(made)));

@@ -55,14 +55,14 @@ mod source;
 mod stop;
 mod trace;
 
-use actions::{Counted, Waiting};
+use actions::{LedgerChange, Waiting};
 use attach::Hello;
 pub use handing::{InheritedSession, InheritedSessions};
-pub use inbox::{Change, DriverHandle};
+pub use inbox::{DriverHandle, SettingsChange};
 use inbox::{Inbox, Message, SnapshotAnswer, stopping};
 use keeper::{Ending, Keeper};
 use moving::Pacing;
-use session::Session;
+use session::DriverSession;
 use source::Source;
 use trace::Spans;
 
@@ -224,7 +224,7 @@ struct Driver {
     hellos_made: u64,
     /// When to accept connections next; `None` if none wait.
     accept_at: Option<Instant>,
-    sessions: HashMap<SessionId, Session>,
+    sessions: HashMap<SessionId, DriverSession>,
     /// Sessions whose rings may hold more entries.
     busy: VecDeque<SessionId>,
     calls: HashMap<CallId, Waiting>,

@@ -10,7 +10,7 @@ use offload_api::ids::DeviceIndex;
 use tokio::sync::oneshot;
 
 use super::inbox::stopping;
-use super::{CALLS_MAX, Counted, Driver, Waiting};
+use super::{CALLS_MAX, Driver, LedgerChange, Waiting};
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::metrics::MovedBeside;
 use crate::queue::DeviceLimits;
@@ -162,7 +162,7 @@ impl Driver {
         self.ledger.moved_beside(index, moved);
         let call = CallId(self.calls_made);
         self.calls_made += 1;
-        let counted = Counted::AddDevice(index);
+        let counted = LedgerChange::AddDevice(index);
         self.calls.insert(call, Waiting { answer, counted });
         self.events.push_back(Event::Call {
             call,

@@ -3,23 +3,23 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
-use offload_api::handoff::Offered;
+use offload_api::handoff::OfferedDescriptors;
 use offload_api::ids::SessionToken;
 use offload_api::ring::RingError;
 use offload_api::ring::entry::{Cqe, Sqe};
 
-use super::keeper::Made;
+use super::keeper::SessionMemory;
 use crate::core::Peer;
 use crate::metrics::ledger::JobPlace;
 
 /// A session from `MakeArena` to `DropArena`.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct DriverSession {
     pub(super) token: SessionToken,
     pub(super) peer: Peer,
     /// Index of its job in the ledger.
     pub(super) job: JobPlace,
-    pub(super) state: State,
+    pub(super) state: SessionState,
     /// Whether completions were put since the doorbell was last rung.
     pub(super) unrung: bool,
     /// Fields of its log lines.
@@ -27,32 +27,35 @@ pub(super) struct Session {
 }
 
 #[derive(Debug)]
-pub(super) enum State {
+pub(super) enum SessionState {
     /// The keeper is making its memory.
     Making,
     /// The core dropped it while its memory was being made.
     Dropped,
     /// Its process has not fetched the descriptors yet.
-    Offered { made: Box<Made>, deadline: Instant },
+    Offered {
+        made: Box<SessionMemory>,
+        deadline: Instant,
+    },
     /// Its process has the descriptors.
     Attached {
-        made: Box<Made>,
+        made: Box<SessionMemory>,
         life_line: OwnedFd,
         /// Pidfd, if the kernel provides one: reports the end of the process even if a child holds the life line.
         process: Option<OwnedFd>,
     },
     /// Its process has ended or was evicted; its I/O has not ended.
-    Gone { made: Box<Made> },
+    Gone { made: Box<SessionMemory> },
 }
 
-impl Session {
+impl DriverSession {
     /// Memory and rings, once they exist.
-    pub(super) fn made(&mut self) -> Option<&mut Made> {
+    pub(super) fn made(&mut self) -> Option<&mut SessionMemory> {
         match &mut self.state {
-            State::Making | State::Dropped => None,
-            State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
-                Some(made)
-            }
+            SessionState::Making | SessionState::Dropped => None,
+            SessionState::Offered { made, .. }
+            | SessionState::Attached { made, .. }
+            | SessionState::Gone { made } => Some(made),
         }
     }
 
@@ -63,7 +66,7 @@ impl Session {
         entries: &mut Vec<Sqe>,
     ) -> Result<(), RingError> {
         // Nothing can be written before the process attaches, and nothing is taken after it has gone.
-        let State::Attached { made, .. } = &mut self.state else {
+        let SessionState::Attached { made, .. } = &mut self.state else {
             return Ok(());
         };
         while entries.len() < entries_max {
@@ -77,7 +80,7 @@ impl Session {
 
     /// Puts a completion into the ring. An error means that the process does not reap completions.
     pub(super) fn put(&mut self, entry: &Cqe) -> Result<(), RingError> {
-        let State::Attached { made, .. } = &mut self.state else {
+        let SessionState::Attached { made, .. } = &mut self.state else {
             return Ok(());
         };
         made.rings.put(entry)?;
@@ -90,7 +93,7 @@ impl Session {
         if !std::mem::take(&mut self.unrung) {
             return;
         }
-        let State::Attached { made, .. } = &mut self.state else {
+        let SessionState::Attached { made, .. } = &mut self.state else {
             return;
         };
         // One unread byte is enough. Neither call blocks: the write end is not shared with the process.
@@ -101,8 +104,8 @@ impl Session {
     }
 
     /// Descriptors for the process.
-    pub(super) fn offered(made: &Made) -> Offered<'_> {
-        Offered {
+    pub(super) fn offered(made: &SessionMemory) -> OfferedDescriptors<'_> {
+        OfferedDescriptors {
             arena: made.arena.as_fd(),
             ring: made.ring_fd.as_fd(),
             submission_doorbell: made.submission_doorbell.as_fd(),

@@ -7,7 +7,7 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, Event};
 use rustix::io::Errno;
 
-use super::session::State;
+use super::session::SessionState;
 use super::{Driver, DriverError, system};
 
 impl Driver {
@@ -28,7 +28,7 @@ impl Driver {
             return Some(Duration::ZERO);
         }
         let offers = self.sessions.values().filter_map(|s| match s.state {
-            State::Offered { deadline, .. } => Some(deadline),
+            SessionState::Offered { deadline, .. } => Some(deadline),
             _ => None,
         });
         // Operations that the kernel refused: nothing else submits them again.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::session::{Session, State};
+use super::session::{DriverSession, SessionState};
 use super::{Driver, DriverError, STOP_WAIT};
 use crate::core::Event;
 
@@ -46,7 +46,7 @@ impl Driver {
     fn end_sessions(&mut self) {
         let handing = self.handing;
         let ending = (self.sessions.iter())
-            .filter(|(_, s)| !(handing && matches!(s.state, State::Attached { .. })));
+            .filter(|(_, s)| !(handing && matches!(s.state, SessionState::Attached { .. })));
         let ending: Vec<_> = ending.map(|(id, _)| *id).collect();
         for id in ending {
             self.gone(id, "offloadd stops");
@@ -56,8 +56,11 @@ impl Driver {
     /// Whether no I/O is left, and no sessions except those to hand over.
     fn is_at_rest(&self) -> bool {
         // A session whose memory is still being made is not handed over, so do not wait for it.
-        let settled = |session: &Session| {
-            !matches!(session.state, State::Offered { .. } | State::Gone { .. })
+        let settled = |session: &DriverSession| {
+            !matches!(
+                session.state,
+                SessionState::Offered { .. } | SessionState::Gone { .. }
+            )
         };
         let sessions = if self.handing {
             self.sessions.values().all(settled) && self.core.is_quiet()

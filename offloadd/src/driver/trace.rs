@@ -20,8 +20,8 @@ use offload_api::ids::Generation;
 use offload_api::ring::entry::Cqe;
 use tracing::{Level, Span, debug, debug_span, info_span};
 
-use super::actions::Counted;
-use super::{Driver, Session};
+use super::actions::LedgerChange;
+use super::{Driver, DriverSession};
 use crate::core::{Event, Reply};
 use crate::io::{Buffer, IoId, SessionId};
 use crate::store::definition::JobName;
@@ -66,7 +66,7 @@ impl Spans {
         &mut self,
         io: IoId,
         buffer: &Buffer,
-        sessions: &HashMap<SessionId, Session>,
+        sessions: &HashMap<SessionId, DriverSession>,
     ) {
         if !is_on() {
             return;
@@ -127,7 +127,7 @@ impl Driver {
                 span
             }
             Event::Call { call, .. } => match self.calls.get(call).map(|call| &call.counted) {
-                Some(Counted::Commit(_, span)) => span.clone(),
+                Some(LedgerChange::Commit(_, span)) => span.clone(),
                 _ => Span::none(),
             },
             _ => Span::none(),

@@ -54,11 +54,11 @@ const INTERRUPTED_MAX: u32 = 100;
 /// The engine.
 #[derive(Debug)]
 pub struct Aio {
-    shared: Arc<Shared>,
+    shared: Arc<AioState>,
     threads: Vec<JoinHandle<()>>,
     /// `None` after its removal.
     devices: Vec<Option<Arc<File>>>,
-    queues: Vec<Arc<Queue>>,
+    queues: Vec<Arc<SubmitQueue>>,
     inflight: Inflight,
     inflight_max: usize,
     backlog: Backlog,
@@ -66,7 +66,7 @@ pub struct Aio {
 
 /// State that the threads share.
 #[derive(Debug)]
-struct Shared {
+struct AioState {
     context: Context,
     /// Indexes of operations that the kernel refused, each with the errno.
     refused: Mutex<Vec<(usize, i32)>>,
@@ -74,13 +74,13 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    jobs: Mutex<Jobs>,
+struct SubmitQueue {
+    jobs: Mutex<WaitingIocbs>,
     work: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Jobs {
+struct WaitingIocbs {
     waiting: VecDeque<Iocb>,
     ending: bool,
 }
@@ -145,7 +145,7 @@ impl Aio {
         }
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| refused("eventfd")(e.into()))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(AioState {
             context,
             refused: Mutex::default(),
             wake,
@@ -167,7 +167,7 @@ impl Aio {
 
     /// Adds a device, behind the others, and starts its thread.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(SubmitQueue::default());
         let (shared, its_queue) = (self.shared.clone(), queue.clone());
         let thread = std::thread::Builder::new()
             .name("aio".into())
@@ -318,9 +318,9 @@ impl Drop for Aio {
     }
 }
 
-impl Shared {
+impl AioState {
     /// Hands the operations of a device's `queue` to the kernel, until the engine ends.
-    fn run(&self, queue: &Queue) {
+    fn run(&self, queue: &SubmitQueue) {
         let mut batch = Vec::with_capacity(BATCH_MAX);
         loop {
             {

@@ -11,12 +11,12 @@ const RETRIES_MAX: u32 = 16;
 
 #[derive(Debug, Default)]
 pub(super) struct Inflight {
-    entries: Vec<Option<Entry>>,
+    entries: Vec<Option<InflightOperation>>,
     free: Vec<usize>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct InflightOperation {
     io: Io,
     since: Instant,
     retries: u32,
@@ -29,7 +29,7 @@ impl Inflight {
             self.entries.push(None);
             self.entries.len() - 1
         });
-        self.entries[place] = Some(Entry {
+        self.entries[place] = Some(InflightOperation {
             io,
             since: Instant::now(),
             retries: 0,
@@ -53,7 +53,8 @@ impl Inflight {
 
     /// Ends an operation with the kernel's answer: bytes moved, or a negative errno.
     pub(super) fn end(&mut self, place: usize, result: i64) -> IoDone {
-        let Entry { io, since, retries } = self.entries[place].take().expect("a taken place");
+        let InflightOperation { io, since, retries } =
+            self.entries[place].take().expect("a taken place");
         self.free.push(place);
         IoDone {
             id: io.id,

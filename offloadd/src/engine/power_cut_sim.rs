@@ -26,7 +26,7 @@ use test_hooks::random::{SECTOR_BYTES, SimRandom};
 struct PowerCutSim {
     devices: Vec<Arc<File>>,
     /// Writes that no flush covers, in order.
-    kept: Vec<Kept>,
+    kept: Vec<ReplacedBytes>,
     /// Operations that the engine was given.
     under_way: HashMap<IoId, UnderWay>,
     /// Number of starts and ends so far.
@@ -34,7 +34,7 @@ struct PowerCutSim {
 }
 
 /// A write, with the bytes it replaced.
-struct Kept {
+struct ReplacedBytes {
     file: Arc<File>,
     offset: u64,
     old: AlignedBytes,
@@ -127,7 +127,7 @@ pub(crate) fn cut(seed: u64) {
         .map(|file| (file.clone(), [0, 1, 8, 15, 16][random.below(5)]))
         .collect();
     // Newest first: a sector gets back the bytes from before the oldest lost write.
-    for Kept {
+    for ReplacedBytes {
         file, offset, old, ..
     } in power_cut_sim.kept.drain(..).rev()
     {
@@ -160,7 +160,7 @@ impl PowerCutSim {
 
     fn keep(&mut self, file: &Arc<File>, offset: u64, bytes: usize) -> u64 {
         let began = self.next();
-        self.kept.push(Kept {
+        self.kept.push(ReplacedBytes {
             file: file.clone(),
             offset,
             old: read(file, offset, bytes),

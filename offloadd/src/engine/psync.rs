@@ -31,9 +31,9 @@ const INTERRUPTED_MAX: u32 = 100;
 /// The engine.
 #[derive(Debug)]
 pub struct Psync {
-    shared: Arc<Shared>,
+    shared: Arc<PsyncState>,
     /// `None` after its removal.
-    devices: Vec<Option<Device>>,
+    devices: Vec<Option<DeviceThreads>>,
     inflight_count: usize,
     inflight_max: usize,
     /// How long dropping the engine waits for devices.
@@ -42,14 +42,14 @@ pub struct Psync {
 
 /// A device with its threads, which end when it is dropped, after their current operation.
 #[derive(Debug)]
-struct Device {
+struct DeviceThreads {
     file: Arc<File>,
-    queue: Arc<Queue>,
+    queue: Arc<ThreadQueue>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct PsyncState {
     done: Mutex<Vec<IoDone>>,
     wake: OwnedFd,
     perform: Perform,
@@ -59,19 +59,19 @@ struct Shared {
 type Perform = fn(&mut Io, &File) -> (Result<u32, i32>, u32);
 
 #[derive(Debug, Default)]
-struct Queue {
-    jobs: Mutex<Jobs>,
+struct ThreadQueue {
+    jobs: Mutex<WaitingIo>,
     work: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Jobs {
-    waiting: VecDeque<Job>,
+struct WaitingIo {
+    waiting: VecDeque<FileIo>,
     ending: bool,
 }
 
 #[derive(Debug)]
-struct Job {
+struct FileIo {
     io: Io,
     file: Arc<File>,
 }
@@ -89,7 +89,7 @@ impl Psync {
     ) -> Result<Self, EngineError> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| failed("eventfd")(e.into()))?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PsyncState {
             done: Mutex::default(),
             wake,
             perform,
@@ -109,7 +109,7 @@ impl Psync {
 
     /// Adds a device, behind the others, and starts its threads.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let mut device = Device {
+        let mut device = DeviceThreads {
             file,
             queue: Arc::default(),
             threads: Vec::new(),
@@ -143,7 +143,7 @@ impl Psync {
         let file = device.file.clone();
         locked(&device.queue.jobs)
             .waiting
-            .push_back(Job { io, file });
+            .push_back(FileIo { io, file });
         device.queue.work.notify_one();
     }
 
@@ -195,15 +195,15 @@ impl Drop for Psync {
     }
 }
 
-impl Drop for Device {
+impl Drop for DeviceThreads {
     fn drop(&mut self) {
         self.queue.end();
     }
 }
 
-impl Queue {
+impl ThreadQueue {
     /// Returns the oldest job; `None` when the engine or the device ends.
-    fn next(&self) -> Option<Job> {
+    fn next(&self) -> Option<FileIo> {
         let mut jobs = locked(&self.jobs);
         loop {
             if jobs.ending {
@@ -225,9 +225,9 @@ impl Queue {
     }
 }
 
-impl Shared {
-    fn run(&self, queue: &Queue) {
-        while let Some(Job { mut io, file }) = queue.next() {
+impl PsyncState {
+    fn run(&self, queue: &ThreadQueue) {
+        while let Some(FileIo { mut io, file }) = queue.next() {
             // Not earlier: time in this queue is not the device's.
             let since = Instant::now();
             let (outcome, retried_count) = (self.perform)(&mut io, &file);

@@ -18,11 +18,11 @@ const FIRST: RawFd = 3;
 const COUNT_MAX: usize = 1 << 16;
 
 /// Inherited descriptors with their names.
-pub type Inherited = Vec<(String, OwnedFd)>;
+pub type InheritedDescriptors = Vec<(String, OwnedFd)>;
 
 /// Takes the inherited descriptors, once. Returns none when they are for another process. Must be called before anything opens
 /// descriptors.
-pub fn take_descriptors() -> Inherited {
+pub fn take_descriptors() -> InheritedDescriptors {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Vec::new();
@@ -68,7 +68,7 @@ pub fn close_all() -> io::Result<()> {
 /// Reserves descriptor numbers until dropped: std uses a descriptor of its own to talk to a child it starts, which must not
 /// have a number that the child's descriptors will get.
 #[derive(Debug)]
-pub struct Passed {
+pub struct DescriptorReservation {
     _placeholders: Vec<OwnedFd>,
 }
 
@@ -76,7 +76,7 @@ pub struct Passed {
 ///
 /// # Errors
 /// The system's errors (out of descriptors).
-pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<Passed> {
+pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<DescriptorReservation> {
     let end = FIRST + fds.len() as RawFd;
     let mut placeholders = Vec::new();
     // Copies above the target numbers, so that none is overwritten before it is copied.
@@ -111,7 +111,7 @@ pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<Pass
     };
     // SAFETY: between fork and exec it calls only dup2, which is allowed there and allocates nothing.
     unsafe { command.pre_exec(copy) };
-    Ok(Passed {
+    Ok(DescriptorReservation {
         _placeholders: placeholders,
     })
 }

@@ -3,7 +3,7 @@
 
 /// The whole message.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct State {
+pub struct HandoverState {
     /// Id of the store.
     #[prost(bytes = "vec", tag = "1")]
     pub store: Vec<u8>,
@@ -12,10 +12,10 @@ pub struct State {
     pub epoch: u64,
     /// Jobs in use.
     #[prost(message, repeated, tag = "4")]
-    pub jobs: Vec<Job>,
+    pub jobs: Vec<HandoverJob>,
     /// Sessions of all jobs.
     #[prost(message, repeated, tag = "5")]
-    pub sessions: Vec<Session>,
+    pub sessions: Vec<HandoverSession>,
     /// Random number of this hand-over, which the names of its descriptors contain.
     #[prost(uint32, tag = "6")]
     pub handover: u32,
@@ -29,7 +29,7 @@ pub struct State {
 
 /// A job in use.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Job {
+pub struct HandoverJob {
     /// Owner.
     #[prost(uint32, tag = "1")]
     pub uid: u32,
@@ -38,7 +38,7 @@ pub struct Job {
     pub name: String,
     /// State on the devices; absent before the job has tiles.
     #[prost(message, optional, tag = "3")]
-    pub stored: Option<Stored>,
+    pub stored: Option<HandoverJobState>,
     /// Ranks on this node.
     #[prost(uint32, tag = "4")]
     pub local_ranks: u32,
@@ -53,21 +53,21 @@ pub struct Job {
     pub awaiting_confirm: bool,
     /// Why nothing can become durable until the job resumes.
     #[prost(message, optional, tag = "8")]
-    pub poison: Option<Fault>,
+    pub poison: Option<HandoverFault>,
     /// Why a member left.
     #[prost(message, optional, tag = "9")]
-    pub gone: Option<Fault>,
+    pub gone: Option<HandoverFault>,
     /// Numbers of devices written to since the last commit.
     #[prost(uint32, repeated, tag = "10")]
     pub touched: Vec<u32>,
     /// Tiles written since the last commit, by index.
     #[prost(message, repeated, tag = "11")]
-    pub tiles: Vec<Tile>,
+    pub tiles: Vec<HandoverTile>,
 }
 
 /// State of a job that the devices must have for the hand-over to be valid.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct Stored {
+pub struct HandoverJobState {
     /// Id in the store, never reused.
     #[prost(uint64, tag = "1")]
     pub job_id: u64,
@@ -84,13 +84,13 @@ pub struct Stored {
 
 /// A tile written since the last commit.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct Tile {
+pub struct HandoverTile {
     /// Index in the job's table.
     #[prost(uint32, tag = "1")]
     pub index: u32,
     /// The last successful write.
     #[prost(message, optional, tag = "2")]
-    pub written: Option<Written>,
+    pub written: Option<HandoverWrite>,
     /// Whether the last write failed.
     #[prost(bool, tag = "3")]
     pub failed: bool,
@@ -98,7 +98,7 @@ pub struct Tile {
 
 /// Result of a write.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct Written {
+pub struct HandoverWrite {
     /// Index of the extent, 0 or 1; 0 for a scratch tile.
     #[prost(uint32, tag = "1")]
     pub which: u32,
@@ -118,7 +118,7 @@ pub struct Written {
 
 /// A session of a job.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Session {
+pub struct HandoverSession {
     /// Number that the names of its descriptors contain.
     #[prost(uint64, tag = "1")]
     pub number: u64,
@@ -136,7 +136,7 @@ pub struct Session {
     pub token: Vec<u8>,
     /// Slot classes of its arena.
     #[prost(message, repeated, tag = "6")]
-    pub classes: Vec<Class>,
+    pub classes: Vec<HandoverClass>,
     /// Operations granted in flight.
     #[prost(uint32, tag = "7")]
     pub iodepth: u32,
@@ -156,7 +156,7 @@ pub struct Session {
 
 /// A number of slots with equal size.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
-pub struct Class {
+pub struct HandoverClass {
     /// Size of a slot.
     #[prost(uint64, tag = "1")]
     pub slot_bytes: u64,
@@ -179,12 +179,12 @@ pub struct Scratch {
     pub bytes: u32,
     /// The last write; absent if there was none or it failed.
     #[prost(message, optional, tag = "4")]
-    pub written: Option<Written>,
+    pub written: Option<HandoverWrite>,
 }
 
 /// Why something fails from now on.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
-pub struct Fault {
+pub struct HandoverFault {
     /// A `FaultKind` as a number.
     #[prost(uint32, tag = "1")]
     pub kind: u32,

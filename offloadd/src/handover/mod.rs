@@ -31,10 +31,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-pub use inherited::Inherited;
-pub use sealed::{Refused, open, seal};
+pub use inherited::InheritedDescriptors;
+pub use sealed::{HandoverRefusal, open, seal};
 
-use message::State;
+use message::HandoverState;
 
 /// Start of the names of all descriptors.
 const PREFIX: &str = "offloadd-";
@@ -77,7 +77,7 @@ pub struct Descriptors {
 #[derive(Debug)]
 pub struct HandedOver {
     /// State that the store does not contain.
-    pub state: State,
+    pub state: HandoverState,
     /// Descriptors of each session of `state`, in its order.
     pub descriptors: Vec<Descriptors>,
 }
@@ -123,7 +123,7 @@ impl HandedOver {
     ///
     /// # Errors
     /// There are no random bytes for its number.
-    pub fn new(mut state: State, descriptors: Vec<Descriptors>) -> io::Result<Self> {
+    pub fn new(mut state: HandoverState, descriptors: Vec<Descriptors>) -> io::Result<Self> {
         let mut random = [0; 4];
         getrandom(&mut random, GetRandomFlags::empty())?;
         state.handover = u32::from_le_bytes(random);
@@ -168,7 +168,7 @@ impl HandedOver {
 }
 
 /// Whether the sessions of each job, by index, are among `sessions_max`.
-fn jobs_that_fit(state: &State, sessions_max: usize) -> BTreeMap<u32, bool> {
+fn jobs_that_fit(state: &HandoverState, sessions_max: usize) -> BTreeMap<u32, bool> {
     let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
     for session in &state.sessions {
         *counts.entry(session.job).or_default() += 1;
@@ -201,9 +201,9 @@ impl Claim {
 
 /// A hand-over found by a daemon at its start.
 #[derive(Debug)]
-pub struct Found {
+pub struct FoundHandover {
     /// State of the previous daemon.
-    pub state: State,
+    pub state: HandoverState,
     /// To be spent before the state is used.
     pub claim: Claim,
     /// Descriptors of this hand-over, by the ends of their names.
@@ -211,19 +211,19 @@ pub struct Found {
 }
 
 /// Whether descriptors of a session are among `given`.
-pub fn has_sessions(given: &Inherited) -> bool {
+pub fn has_sessions(given: &InheritedDescriptors) -> bool {
     let parts = given.iter().filter_map(|(name, _)| parts_of(name));
     parts
         .into_iter()
         .any(|(_, what)| what != STATE && what != CLAIM)
 }
 
-impl Found {
+impl FoundHandover {
     /// Finds the hand-over in `given`; `Ok(None)` if there is none.
     ///
     /// # Errors
-    /// [`Refused`]: it cannot be used.
-    pub fn among(given: Vec<(String, OwnedFd)>) -> Result<Option<Self>, Refused> {
+    /// [`HandoverRefusal`]: it cannot be used.
+    pub fn among(given: Vec<(String, OwnedFd)>) -> Result<Option<Self>, HandoverRefusal> {
         if given.is_empty() {
             return Ok(None);
         }
@@ -235,7 +235,9 @@ impl Found {
             };
             let named = handovers.entry(handover).or_default();
             if named.insert(what.to_owned(), fd).is_some() {
-                return Err(Refused(format!("two descriptors have the name {name}")));
+                return Err(HandoverRefusal(format!(
+                    "two descriptors have the name {name}"
+                )));
             }
         }
         let mut spent = false;
@@ -276,7 +278,7 @@ impl Found {
                 "{count} descriptors were kept without the state that goes with them: a daemon ended while it handed over"
             ),
         };
-        Err(Refused(words))
+        Err(HandoverRefusal(words))
     }
 
     /// Takes the descriptors of a session of the state, if they are complete.
@@ -314,7 +316,7 @@ pub fn is_state(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handover::message::Session;
+    use crate::handover::message::HandoverSession;
 
     #[test]
     fn names_of_as_many_descriptors_as_can_be_kept_fit_into_one_variable() {
@@ -335,13 +337,13 @@ mod tests {
 
     #[test]
     fn where_not_all_sessions_fit_whole_jobs_go_on() {
-        let session = |job| Session {
+        let session = |job| HandoverSession {
             job,
-            ..Session::default()
+            ..HandoverSession::default()
         };
-        let state = State {
+        let state = HandoverState {
             sessions: [0, 0, 1, 1, 1, 2, 1].map(session).to_vec(),
-            ..State::default()
+            ..HandoverState::default()
         };
         let fit = |sessions_max| {
             let judged = jobs_that_fit(&state, sessions_max);

@@ -14,7 +14,7 @@ use prost::Message;
 use rustix::fs::SealFlags;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::message::State;
+use super::message::HandoverState;
 use crate::arena::memory_file;
 
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
@@ -27,7 +27,7 @@ const BYTES_MAX: u64 = 4 << 30;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct Head {
+struct MessageHead {
     magic: [u8; 8],
     version: u32,
     /// Version of the rings and calls of the sessions.
@@ -39,20 +39,20 @@ struct Head {
     reserved: u32,
 }
 
-const _: () = assert!(size_of::<Head>() == 32);
+const _: () = assert!(size_of::<MessageHead>() == 32);
 
 /// Why a state that was handed over is not adopted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Refused(pub String);
+pub struct HandoverRefusal(pub String);
 
 /// Writes the state to a sealed memory file.
 ///
 /// # Errors
 /// The system's errors.
-pub fn seal(state: &State) -> io::Result<OwnedFd> {
+pub fn seal(state: &HandoverState) -> io::Result<OwnedFd> {
     let message = state.encode_to_vec();
-    let head = Head {
+    let head = MessageHead {
         magic: MAGIC,
         version: VERSION,
         protocol_version: PROTOCOL_VERSION,
@@ -62,7 +62,7 @@ pub fn seal(state: &State) -> io::Result<OwnedFd> {
     };
     let file = File::from(memory_file("offloadd-state")?);
     file.write_all_at(head.as_bytes(), 0)?;
-    file.write_all_at(&message, size_of::<Head>() as u64)?;
+    file.write_all_at(&message, size_of::<MessageHead>() as u64)?;
     let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
     rustix::fs::fcntl_add_seals(&file, seals)?;
     Ok(file.into())
@@ -71,23 +71,23 @@ pub fn seal(state: &State) -> io::Result<OwnedFd> {
 /// Reads a state written by [`seal`].
 ///
 /// # Errors
-/// [`Refused`] for anything else.
-pub fn open(fd: impl AsFd) -> Result<State, Refused> {
-    let refuse = |what: String| Err(Refused(what));
-    let failed = |error: io::Error| Refused(format!("cannot read it: {error}"));
+/// [`HandoverRefusal`] for anything else.
+pub fn open(fd: impl AsFd) -> Result<HandoverState, HandoverRefusal> {
+    let refuse = |what: String| Err(HandoverRefusal(what));
+    let failed = |error: io::Error| HandoverRefusal(format!("cannot read it: {error}"));
     let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|e| failed(e.into()))?;
     if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE) {
         return refuse("it is not sealed, so it may still change".into());
     }
     let file = File::from(fd.as_fd().try_clone_to_owned().map_err(failed)?);
     let found_bytes = file.metadata().map_err(failed)?.len();
-    let head_bytes = size_of::<Head>() as u64;
+    let head_bytes = size_of::<MessageHead>() as u64;
     if !(head_bytes..=BYTES_MAX).contains(&found_bytes) {
         return refuse(format!("it has {found_bytes} bytes"));
     }
     let mut bytes = vec![0; found_bytes as usize];
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
-    let (head, message) = Head::ref_from_prefix(&bytes).expect("at least a head");
+    let (head, message) = MessageHead::ref_from_prefix(&bytes).expect("at least a head");
     if head.magic != MAGIC || head.reserved != 0 {
         return refuse("it does not begin like a daemon's state".into());
     }
@@ -112,26 +112,26 @@ pub fn open(fd: impl AsFd) -> Result<State, Refused> {
             head.checksum
         ));
     }
-    State::decode(message).or_else(|error| refuse(format!("it is malformed: {error}")))
+    HandoverState::decode(message).or_else(|error| refuse(format!("it is malformed: {error}")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::handover::message::{Job, Session};
+    use crate::handover::message::{HandoverJob, HandoverSession};
 
-    fn state() -> State {
-        State {
+    fn state() -> HandoverState {
+        HandoverState {
             store: vec![7; 16],
             epoch: 9,
-            jobs: vec![Job {
+            jobs: vec![HandoverJob {
                 uid: 1000,
                 name: "tried".into(),
-                ..Job::default()
+                ..HandoverJob::default()
             }],
-            sessions: vec![Session {
+            sessions: vec![HandoverSession {
                 token: vec![1; 16],
-                ..Session::default()
+                ..HandoverSession::default()
             }],
             handover: 3,
             catalog: 5,

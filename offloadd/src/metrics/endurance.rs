@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use offload_api::ids::DeviceIndex;
 
-use super::DeviceWear;
+use super::JobDeviceWear;
 use crate::blocks::Blocks;
 use crate::config::Config;
 use crate::io::AlignedBytes;
@@ -22,7 +22,7 @@ const WARN_SHARE: f64 = 0.8;
 pub struct Endurance {
     store: StoreId,
     ratings: Ratings,
-    devices: Vec<Device>,
+    devices: Vec<DeviceEndurance>,
     /// By `job_id`: bytes that jobs wrote earlier to devices that have left.
     left: BTreeMap<u64, u64>,
 }
@@ -79,7 +79,7 @@ impl WearCount {
 }
 
 #[derive(Debug)]
-struct Device {
+struct DeviceEndurance {
     worn: WearCount,
     rated_bytes: Option<u64>,
     /// Newest sequence number, and the bytes written when it was stored.
@@ -144,7 +144,7 @@ impl Endurance {
 
     /// Adds a device.
     pub fn add(&mut self, worn: WearCount) {
-        self.devices.push(Device {
+        self.devices.push(DeviceEndurance {
             sequence: worn.before.sequence,
             kept_bytes: worn.before.written_bytes,
             keeping: None,
@@ -183,10 +183,10 @@ impl Endurance {
     }
 
     /// Bytes ever written by a job to a device, of which `now_bytes` in this incarnation.
-    pub fn job_bytes_on(&self, job_id: u64, device: usize, now_bytes: u64) -> DeviceWear {
+    pub fn job_bytes_on(&self, job_id: u64, device: usize, now_bytes: u64) -> JobDeviceWear {
         let worn = &self.devices[device].worn;
         let before = worn.before.jobs.get(&job_id).unwrap_or(&0);
-        DeviceWear {
+        JobDeviceWear {
             number: worn.number,
             bytes: before + now_bytes,
         }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 
 use super::endurance::{Endurance, Ratings, WearCount};
-use super::slowness::{Change, JUDGED_EVERY, Slowness};
+use super::slowness::{JUDGED_EVERY, Slowness, SlownessChange};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, JobState};
 use crate::engine::IoDone;
@@ -67,8 +67,8 @@ impl JobPlace {
 pub struct Ledger {
     started: Instant,
     judged: Instant,
-    devices: Vec<Device>,
-    jobs: Vec<Job>,
+    devices: Vec<DeviceLedger>,
+    jobs: Vec<JobLedger>,
     places: HashMap<(u32, JobName), usize>,
     /// Free places of deleted jobs.
     free: Vec<usize>,
@@ -77,7 +77,7 @@ pub struct Ledger {
 }
 
 #[derive(Debug)]
-struct Device {
+struct DeviceLedger {
     counts: Counts,
     depth: u64,
     depth_max: u64,
@@ -92,7 +92,7 @@ struct Device {
 }
 
 #[derive(Debug)]
-struct Job {
+struct JobLedger {
     uid: u32,
     name: JobName,
     session_count: usize,
@@ -120,7 +120,7 @@ struct InFlight {
 
 /// An operation that failed.
 #[derive(Clone, Copy, Debug)]
-pub struct Failed {
+pub struct FailedOperation {
     /// The device.
     pub device: DeviceIndex,
     /// What was asked of it.
@@ -138,8 +138,9 @@ pub struct Failed {
 impl Ledger {
     /// Makes a ledger for these devices.
     pub fn new(devices: &[DeviceState], endurance: Endurance, now: Instant) -> Self {
-        let device =
-            |state: &DeviceState| Device::new(state.read_bytes_per_s, state.write_bytes_per_s, now);
+        let device = |state: &DeviceState| {
+            DeviceLedger::new(state.read_bytes_per_s, state.write_bytes_per_s, now)
+        };
         Self {
             started: now,
             judged: now,
@@ -155,7 +156,7 @@ impl Ledger {
     /// Adds a device.
     pub fn add_device(&mut self, path: &str, rates: &MeasuredRates, now: Instant) {
         let (read, write) = (rates.read_bytes_per_s, rates.write_bytes_per_s);
-        let mut device = Device::new(read, write, now);
+        let mut device = DeviceLedger::new(read, write, now);
         device.of_store = false;
         self.devices.push(device);
         self.endurance.add(WearCount {
@@ -202,7 +203,7 @@ impl Ledger {
     }
 
     fn new_place(&mut self, key: (u32, JobName)) -> usize {
-        let new = Job::new(key.0, key.1.clone(), self.devices.len());
+        let new = JobLedger::new(key.0, key.1.clone(), self.devices.len());
         let place = if let Some(free) = self.free.pop() {
             self.jobs[free] = new;
             free
@@ -270,7 +271,7 @@ impl Ledger {
     }
 
     /// Counts the end of an operation. Returns what failed, if it did.
-    pub fn ended(&mut self, done: &IoDone, now: Instant) -> Option<Failed> {
+    pub fn ended(&mut self, done: &IoDone, now: Instant) -> Option<FailedOperation> {
         let InFlight {
             device,
             op,
@@ -303,7 +304,7 @@ impl Ledger {
         failed.then(|| {
             let of = &mut self.devices[device.0 as usize];
             of.tiles_failed_count += u64::from(of_job);
-            Failed {
+            FailedOperation {
                 device,
                 op,
                 offset,
@@ -384,7 +385,7 @@ impl Ledger {
     }
 
     /// Returns devices that became slow or recovered; `None` before a second has passed.
-    pub fn judge(&mut self, now: Instant) -> Option<Vec<(DeviceIndex, Change)>> {
+    pub fn judge(&mut self, now: Instant) -> Option<Vec<(DeviceIndex, SlownessChange)>> {
         if now < self.judged + JUDGED_EVERY {
             return None;
         }
@@ -412,7 +413,7 @@ impl Ledger {
     /// Combines counters with the core's states of the devices.
     pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
         let views = states.into_iter().zip(&self.devices).enumerate();
-        let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
+        let view = |(index, (state, device)): (usize, (DeviceState, &DeviceLedger))| DeviceView {
             worn_bytes: (self.endurance).written_bytes(index, device.counts.written.bytes),
             rated_bytes: self.endurance.rated_bytes(index),
             damaged_count: device.damaged_count,
@@ -425,7 +426,7 @@ impl Ledger {
         views.map(view).collect()
     }
 
-    fn counted(&self, state: &JobState) -> Option<&Job> {
+    fn counted(&self, state: &JobState) -> Option<&JobLedger> {
         let place = self.places.get(&(state.uid, state.job.clone()))?;
         Some(&self.jobs[*place])
     }
@@ -455,7 +456,7 @@ impl Ledger {
     }
 }
 
-impl Device {
+impl DeviceLedger {
     fn new(read_bytes_per_s: u64, write_bytes_per_s: u64, now: Instant) -> Self {
         Self {
             counts: Counts::default(),
@@ -471,7 +472,7 @@ impl Device {
     }
 }
 
-impl Job {
+impl JobLedger {
     fn new(uid: u32, name: JobName, device_count: usize) -> Self {
         Self {
             uid,

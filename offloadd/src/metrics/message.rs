@@ -4,21 +4,21 @@
 use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
-use super::samples::{self, Numbered, Sample};
-use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
+use super::samples::{self, Sample, SampleOwner};
+use super::{Counts, DeviceView, JobDeviceWear, JobView, Latencies, Snapshot, Traffic};
 use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
 /// Writes the numbers of `of` to its message.
-fn write<T: Numbered>(samples: &[Sample<T>], of: &T, message: &mut T::Message) {
+fn write<T: SampleOwner>(samples: &[Sample<T>], of: &T, message: &mut T::Message) {
     for field in samples.iter().filter_map(|sample| sample.field.as_ref()) {
         (field.write)(of, message);
     }
 }
 
 /// Sets the numbers of `of` to those of its message.
-fn read<T: Numbered>(samples: &[Sample<T>], of: &mut T, message: &T::Message) {
+fn read<T: SampleOwner>(samples: &[Sample<T>], of: &mut T, message: &T::Message) {
     for field in samples.iter().filter_map(|sample| sample.field.as_ref()) {
         (field.read)(of, message);
     }
@@ -96,8 +96,8 @@ impl From<JobView> for proto::JobMetrics {
     }
 }
 
-impl From<DeviceWear> for proto::DeviceWear {
-    fn from(DeviceWear { number, bytes }: DeviceWear) -> Self {
+impl From<JobDeviceWear> for proto::DeviceWear {
+    fn from(JobDeviceWear { number, bytes }: JobDeviceWear) -> Self {
         Self { number, bytes }
     }
 }
@@ -214,7 +214,7 @@ impl TryFrom<proto::JobMetrics> for JobView {
         read(samples::JOB, &mut view, &message);
         view.commits = latencies(message.commits)?;
         view.worn = (message.worn.into_iter())
-            .map(|proto::DeviceWear { number, bytes }| DeviceWear { number, bytes })
+            .map(|proto::DeviceWear { number, bytes }| JobDeviceWear { number, bytes })
             .collect();
         Ok(view)
     }

@@ -137,7 +137,7 @@ pub struct JobView {
     /// Bytes written since the job was defined, including to devices that have left the store.
     pub worn_bytes: u64,
     /// Bytes written by device of the store.
-    pub worn: Vec<DeviceWear>,
+    pub worn: Vec<JobDeviceWear>,
     /// Damaged tiles found by its sessions.
     pub damaged_count: u64,
 }
@@ -166,7 +166,7 @@ pub struct MovedBeside {
 
 /// Bytes a job has written to one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceWear {
+pub struct JobDeviceWear {
     /// Number of the device in the store.
     pub number: u32,
     /// Bytes written in all incarnations of the daemon.

@@ -10,25 +10,25 @@ use super::{DeviceView, JobView, Snapshot};
 use crate::core::CommitState;
 
 /// What has numbers: the daemon, a device or a job.
-pub trait Numbered {
+pub trait SampleOwner {
     /// Message that carries them.
     type Message: Default;
 }
 
-impl Numbered for Snapshot {
+impl SampleOwner for Snapshot {
     type Message = proto::MetricsReply;
 }
 
-impl Numbered for DeviceView {
+impl SampleOwner for DeviceView {
     type Message = proto::DeviceMetrics;
 }
 
-impl Numbered for JobView {
+impl SampleOwner for JobView {
     type Message = proto::JobMetrics;
 }
 
 /// A number of a `T`.
-pub struct Sample<T: Numbered> {
+pub struct Sample<T: SampleOwner> {
     /// Name in JSON.
     pub key: &'static str,
     /// Returns the number.
@@ -42,7 +42,7 @@ pub struct Sample<T: Numbered> {
 }
 
 /// Copies a number between a `T` and the field of its message.
-pub(super) struct MessageField<T: Numbered> {
+pub(super) struct MessageField<T: SampleOwner> {
     pub(super) write: fn(&T, &mut T::Message),
     pub(super) read: fn(&mut T, &T::Message),
 }
@@ -148,7 +148,7 @@ macro_rules! carried {
 }
 
 /// A number that follows from other parts of the message.
-const fn derived<T: Numbered>(key: &'static str, value: fn(&T) -> Value) -> Sample<T> {
+const fn derived<T: SampleOwner>(key: &'static str, value: fn(&T) -> Value) -> Sample<T> {
     Sample {
         key,
         value,
@@ -158,7 +158,7 @@ const fn derived<T: Numbered>(key: &'static str, value: fn(&T) -> Value) -> Samp
     }
 }
 
-impl<T: Numbered> Sample<T> {
+impl<T: SampleOwner> Sample<T> {
     const fn gauge(self, name: &'static str, help: &'static str) -> Self {
         self.with_metric(MetricType::Gauge, name, help, None)
     }
@@ -387,7 +387,7 @@ pub(super) mod tests {
     use super::*;
     use crate::core::{DeviceState, DeviceStatus, JobState};
     use crate::metrics::latencies::Latencies;
-    use crate::metrics::{Counts, DeviceWear, Traffic};
+    use crate::metrics::{Counts, JobDeviceWear, Traffic};
     use crate::quota::Weights;
     use crate::store::definition::JobName;
 
@@ -459,7 +459,7 @@ pub(super) mod tests {
             commit_failed_count: 32,
             worn_bytes: 34,
             damaged_count: 37,
-            worn: vec![DeviceWear {
+            worn: vec![JobDeviceWear {
                 number: 39,
                 bytes: 40,
             }],
@@ -479,7 +479,7 @@ pub(super) mod tests {
 
     #[test]
     fn every_number_has_names_of_its_own_and_comes_back_alone() {
-        fn check<T: Clone + Numbered>(samples: &[Sample<T>], blank: &T, whole: &T) {
+        fn check<T: Clone + SampleOwner>(samples: &[Sample<T>], blank: &T, whole: &T) {
             let keys: HashSet<&str> = samples.iter().map(|sample| sample.key).collect();
             assert_eq!(keys.len(), samples.len());
             let metrics: Vec<_> = samples.iter().filter_map(|one| one.metric).collect();

@@ -29,7 +29,7 @@ const BUSY_LEAST: Duration = Duration::from_millis(100);
 const OPERATION_BYTES_LEAST: u64 = 512 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Change {
+pub enum SlownessChange {
     /// The device has become slow.
     Slow {
         /// Rate while it was busy.
@@ -153,7 +153,7 @@ impl Slowness {
     }
 
     /// Judges the device. Call every [`JUDGED_EVERY`] while it is busy.
-    pub fn judge(&mut self, now: Instant) -> Option<Change> {
+    pub fn judge(&mut self, now: Instant) -> Option<SlownessChange> {
         self.pass(now);
         let second = std::mem::take(&mut self.second);
         if self.bytes_per_s.is_none() || second.busy < BUSY_LEAST {
@@ -167,7 +167,7 @@ impl Slowness {
             self.good_seconds += 1;
             let well = self.slow && self.good_seconds >= WELL_AFTER;
             self.slow &= !well;
-            return well.then_some(Change::Well);
+            return well.then_some(SlownessChange::Well);
         }
         self.good_seconds = 0;
         self.run.add(&second);
@@ -179,7 +179,7 @@ impl Slowness {
             return None;
         }
         self.slow = true;
-        Some(Change::Slow {
+        Some(SlownessChange::Slow {
             bytes_per_s: self.run.bytes as f64 / self.run.busy.as_secs_f64(),
             times,
         })
@@ -234,7 +234,7 @@ mod tests {
             seconds: f64,
             bytes: u64,
             depth: u32,
-        ) -> Option<(Change, f64)> {
+        ) -> Option<(SlownessChange, f64)> {
             let end = self.now + Duration::from_secs_f64(seconds);
             let time = Duration::from_secs_f64(bytes as f64 / 620e6 / share);
             for _ in 0..depth {
@@ -267,7 +267,7 @@ mod tests {
             let before = (drive.now - drive.start).as_secs_f64();
             let (change, at) = drive.run(0.1, 30.0, bytes, depth).expect("it is named");
             assert!(at - before <= 10.0, "{bytes} x {depth}: {} s", at - before);
-            let Change::Slow { bytes_per_s, times } = change else {
+            let SlownessChange::Slow { bytes_per_s, times } = change else {
                 panic!("{change:?}")
             };
             assert!((50e6..130e6).contains(&bytes_per_s), "{bytes_per_s}");
@@ -276,7 +276,7 @@ mod tests {
             let (change, _) = drive
                 .run(1.0, 30.0, bytes, depth)
                 .expect("it is well again");
-            assert_eq!(change, Change::Well);
+            assert_eq!(change, SlownessChange::Well);
         }
     }
 
@@ -292,7 +292,7 @@ mod tests {
     }
 
     /// Reads and writes at the same time, at these fractions of the measured rates. Returns the first change within `seconds`.
-    fn both_ways(shares: [f64; 2], seconds: f64) -> Option<(Change, f64)> {
+    fn both_ways(shares: [f64; 2], seconds: f64) -> Option<(SlownessChange, f64)> {
         let start = Instant::now();
         let mut slowness = Slowness::new(620_000_000, 320_000_000, start);
         let times = [620e6 * shares[0], 320e6 * shares[1]]
@@ -323,7 +323,7 @@ mod tests {
         let (change, at) = both_ways([0.1, 0.1], 30.0).expect("it is named");
         assert!(at <= 10.0, "{at} s");
         assert!(
-            matches!(change, Change::Slow { times, .. } if times > 8.0),
+            matches!(change, SlownessChange::Slow { times, .. } if times > 8.0),
             "{change:?}"
         );
         for shares in [[1.0, 1.0], [0.5, 0.5], [0.9, 0.25]] {
@@ -338,7 +338,7 @@ mod tests {
         drive.slowness.started(true, 4 * MIB, start);
         let named = (1..=10).find(|second| {
             let now = start + JUDGED_EVERY * *second;
-            matches!(drive.slowness.judge(now), Some(Change::Slow { bytes_per_s, .. }) if bytes_per_s == 0.0)
+            matches!(drive.slowness.judge(now), Some(SlownessChange::Slow { bytes_per_s, .. }) if bytes_per_s == 0.0)
         });
         assert_eq!(named, Some(3));
     }

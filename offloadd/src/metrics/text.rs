@@ -12,7 +12,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::samples::{self, MetricUnit, Numbered, Sample};
+use super::samples::{self, MetricUnit, Sample, SampleOwner};
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 
 /// Value of the HTTP header `Content-Type`.
@@ -21,25 +21,25 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 /// Encodes a snapshot as OpenMetrics text.
 pub fn text(snapshot: Snapshot) -> String {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Page(snapshot)));
+    registry.register_collector(Box::new(MetricsPage(snapshot)));
     let mut text = String::new();
     text::encode(&mut text, &registry).expect("a String takes everything");
     text
 }
 
 #[derive(Debug)]
-struct Page(Snapshot);
+struct MetricsPage(Snapshot);
 
 type Labels = Vec<(&'static str, String)>;
 
 /// Samples of a metric: labels and value.
-type Lines<V> = Vec<(Labels, V)>;
+type LabeledValues<V> = Vec<(Labels, V)>;
 
 fn flag(is_set: bool) -> f64 {
     f64::from(u8::from(is_set))
 }
 
-impl Collector for Page {
+impl Collector for MetricsPage {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         let snapshot = &self.0;
         let mut page = Encoder(&mut encoder);
@@ -143,7 +143,7 @@ impl Encoder<'_, '_> {
     }
 
     /// One line of each metric for each item that has the number.
-    fn samples<'i, T: Numbered + 'i>(
+    fn samples<'i, T: SampleOwner + 'i>(
         &mut self,
         samples: &[Sample<T>],
         items: impl Iterator<Item = &'i T> + Clone,
@@ -174,7 +174,7 @@ impl Encoder<'_, '_> {
         labels: impl Fn(&T) -> Labels,
         counts: impl Fn(&T) -> &Counts,
     ) -> fmt::Result {
-        let bytes = |direction: fn(&Counts) -> &Traffic| -> Lines<f64> {
+        let bytes = |direction: fn(&Counts) -> &Traffic| -> LabeledValues<f64> {
             let lines = counted.clone();
             lines
                 .map(|one| (labels(one), direction(counts(one)).bytes as f64))
@@ -213,7 +213,7 @@ impl Encoder<'_, '_> {
                 .collect::<Vec<_>>()
             })
             .collect();
-        let lines = |value: fn(&Traffic) -> u64| -> Lines<f64> {
+        let lines = |value: fn(&Traffic) -> u64| -> LabeledValues<f64> {
             let lines = ops.iter();
             lines
                 .map(|(labels, traffic)| (labels.clone(), value(traffic) as f64))
@@ -245,7 +245,7 @@ impl Encoder<'_, '_> {
         name: &str,
         help: &str,
         unit: Option<&Unit>,
-        lines: Lines<f64>,
+        lines: LabeledValues<f64>,
     ) -> fmt::Result {
         self.numbers(name, help, unit, MetricType::Counter, lines)
     }
@@ -255,7 +255,7 @@ impl Encoder<'_, '_> {
         name: &str,
         help: &str,
         unit: Option<&Unit>,
-        lines: Lines<f64>,
+        lines: LabeledValues<f64>,
     ) -> fmt::Result {
         self.numbers(name, help, unit, MetricType::Gauge, lines)
     }
@@ -266,7 +266,7 @@ impl Encoder<'_, '_> {
         help: &str,
         unit: Option<&Unit>,
         kind: MetricType,
-        lines: Lines<f64>,
+        lines: LabeledValues<f64>,
     ) -> fmt::Result {
         self.each(name, help, unit, kind, lines, |metric, value| match kind {
             MetricType::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
@@ -274,7 +274,12 @@ impl Encoder<'_, '_> {
         })
     }
 
-    fn histogram(&mut self, name: &str, help: &str, lines: Lines<&Latencies>) -> fmt::Result {
+    fn histogram(
+        &mut self,
+        name: &str,
+        help: &str,
+        lines: LabeledValues<&Latencies>,
+    ) -> fmt::Result {
         let unit = Some(&Unit::Seconds);
         self.each(
             name,
@@ -296,7 +301,7 @@ impl Encoder<'_, '_> {
         help: &str,
         unit: Option<&Unit>,
         kind: MetricType,
-        lines: Lines<V>,
+        lines: LabeledValues<V>,
         encode: impl Fn(&mut MetricEncoder<'_>, V) -> fmt::Result,
     ) -> fmt::Result {
         let mut metric = self.0.encode_descriptor(name, help, unit, kind)?;

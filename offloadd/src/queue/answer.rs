@@ -15,7 +15,7 @@ const ANSWER_NS_MIN: u64 = 100_000;
 const BYTES_MIN: u32 = 32 << 10;
 
 #[derive(Debug)]
-pub(super) struct Answer {
+pub(super) struct AnswerTime {
     bytes_per_s: u64,
     /// The followed piece and its bytes.
     followed: Option<(IoId, u32)>,
@@ -23,7 +23,7 @@ pub(super) struct Answer {
     least_ns: [Option<u64>; 2],
 }
 
-impl Answer {
+impl AnswerTime {
     pub(super) fn new(bytes_per_s: u64) -> Self {
         Self {
             bytes_per_s,
@@ -74,8 +74,8 @@ mod tests {
 
     #[test]
     fn the_shortest_of_two_spans_counts_and_small_or_failed_pieces_do_not() {
-        let mut answer = Answer::new(1_000_000_000);
-        let see = |answer: &mut Answer, bytes, took_ns| {
+        let mut answer = AnswerTime::new(1_000_000_000);
+        let see = |answer: &mut AnswerTime, bytes, took_ns| {
             answer.handed_over(IoId(1), bytes);
             // Another piece, which is not followed.
             answer.ended(IoId(2), Some(0));

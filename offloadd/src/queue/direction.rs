@@ -6,7 +6,7 @@ use offload_api::ring::entry::Priority;
 
 use super::fair::Fair;
 use super::interference::Interference;
-use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
+use super::owner::{BACKGROUND_WEIGHT, JobSession, Owner, User, UserJob};
 use crate::io::IoId;
 
 /// While some pieces of a job are demanded, one piece in this many is a prefetch: an eighth is enough for progress and is hardly noticed.
@@ -27,26 +27,26 @@ pub(super) struct Direction {
     inflight_count: usize,
     /// Number of waiting operations.
     waiting_count: usize,
-    lines: BTreeMap<Line, Places>,
+    lines: BTreeMap<JobSession, WaitingBySequence>,
     /// Sequence number of each waiting operation, by place.
     numbers: HashMap<usize, u64>,
     numbered: u64,
     users: Fair<User>,
     /// Turns of the jobs of each waiting user.
-    jobs: BTreeMap<User, Fair<Job>>,
+    jobs: BTreeMap<User, Fair<UserJob>>,
     /// Turns of the sessions of each waiting job. Demands and prefetches are counted apart, so that a session whose prefetches
     /// wait behind demands of others does not save up turns.
-    sessions: BTreeMap<Job, [Fair<Line>; 2]>,
+    sessions: BTreeMap<UserJob, [Fair<JobSession>; 2]>,
     /// Demanded pieces of a job in a row.
-    passed: BTreeMap<Job, u32>,
+    passed: BTreeMap<UserJob, u32>,
     interference: Interference,
 }
 
 /// Waiting operations of a session, demands and prefetches, by sequence number, so that one of thousands is removed quickly.
 #[derive(Debug, Default)]
-struct Places([BTreeMap<u64, usize>; 2]);
+struct WaitingBySequence([BTreeMap<u64, usize>; 2]);
 
-impl Places {
+impl WaitingBySequence {
     fn by_priority(&mut self, priority: Priority) -> &mut BTreeMap<u64, usize> {
         &mut self.0[class(priority)]
     }
@@ -70,10 +70,10 @@ fn class(priority: Priority) -> usize {
 
 /// The next piece to hand over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Next {
+pub(super) struct NextPiece {
     pub(super) place: usize,
     pub(super) priority: Priority,
-    line: Line,
+    line: JobSession,
 }
 
 impl Direction {
@@ -137,7 +137,7 @@ impl Direction {
         self.waiting_count += 1;
     }
 
-    fn leave(&mut self, place: usize, priority: Priority, line: Line) {
+    fn leave(&mut self, place: usize, priority: Priority, line: JobSession) {
         let Some(number) = self.numbers.remove(&place) else {
             return;
         };
@@ -148,7 +148,7 @@ impl Direction {
     }
 
     /// Counts one waiting operation of `line` less, and forgets owners that wait for nothing.
-    fn went(&mut self, priority: Priority, line: Line) {
+    fn went(&mut self, priority: Priority, line: JobSession) {
         let (job, _) = line;
         let (user, _) = job;
         self.waiting_count -= 1;
@@ -170,7 +170,7 @@ impl Direction {
     }
 
     /// Returns the next piece to hand over.
-    pub(super) fn next(&self) -> Option<Next> {
+    pub(super) fn next(&self) -> Option<NextPiece> {
         let job = self.jobs[&self.users.next()?].next()?;
         let passed = self.passed.get(&job).copied().unwrap_or(0);
         let first = match passed + 1 >= TURNS {
@@ -180,7 +180,7 @@ impl Direction {
         first.into_iter().find_map(|priority| {
             let line = self.sessions[&job][class(priority)].next()?;
             let place = self.lines[&line].front(priority)?;
-            Some(Next {
+            Some(NextPiece {
                 place,
                 priority,
                 line,
@@ -189,20 +189,20 @@ impl Direction {
     }
 
     /// Longest piece of an operation whose first piece is `next`.
-    pub(super) fn piece_bytes_max(&self, next: Next) -> u32 {
+    pub(super) fn piece_bytes_max(&self, next: NextPiece) -> u32 {
         self.interference.piece_bytes_max(next.line.0)
     }
 
     /// Whether a piece of `next` with so many bytes may be handed over. A device without pieces in flight always takes one.
-    pub(super) fn has_room(&self, next: Next, bytes: u32) -> bool {
+    pub(super) fn has_room(&self, next: NextPiece, bytes: u32) -> bool {
         self.inflight_count == 0
             || self.inflight_count < INFLIGHT_COUNT_MAX
                 && (self.interference).has_room(next.line.0, self.inflight_bytes, bytes)
     }
 
     /// Records that a piece of `next` is handed over, and whether it is the `last` of its operation.
-    pub(super) fn hand_over(&mut self, next: Next, piece: IoId, bytes: u32, last: bool) {
-        let Next { priority, line, .. } = next;
+    pub(super) fn hand_over(&mut self, next: NextPiece, piece: IoId, bytes: u32, last: bool) {
+        let NextPiece { priority, line, .. } = next;
         let (job, _) = line;
         self.inflight_bytes += u64::from(bytes);
         self.inflight_count += 1;

@@ -14,7 +14,7 @@ const PARTS_A_BYTE: u128 = 1 << 23;
 /// Service that each competitor of a group received.
 #[derive(Debug)]
 pub(super) struct Fair<K> {
-    had: BTreeMap<K, Had>,
+    had: BTreeMap<K, ServiceCount>,
     /// Count of the competitor served last, before it was served.
     now: u128,
     /// Number of entries of `had` that wait.
@@ -22,7 +22,7 @@ pub(super) struct Fair<K> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Had {
+struct ServiceCount {
     parts: u128,
     weight: u32,
     /// Number of its waiting operations.
@@ -45,7 +45,7 @@ impl<K: Copy + Ord> Fair<K> {
     pub(super) fn came(&mut self, key: K, weight: u32) {
         assert!(weight > 0, "a weight of nothing");
         let now = self.now;
-        let had = self.had.entry(key).or_insert(Had {
+        let had = self.had.entry(key).or_insert(ServiceCount {
             parts: now,
             weight,
             waiting_count: 0,
@@ -99,7 +99,7 @@ impl<K: Copy + Ord> Fair<K> {
         meant.map(|(_, had)| had.weight).min()
     }
 
-    fn waiting(&self) -> impl Iterator<Item = (&K, &Had)> {
+    fn waiting(&self) -> impl Iterator<Item = (&K, &ServiceCount)> {
         self.had.iter().filter(|(_, had)| had.waiting_count > 0)
     }
 

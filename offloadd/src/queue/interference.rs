@@ -2,7 +2,7 @@
 //!
 //! Operations in the kernel cannot be overtaken. A process that reads one small tile after the other would wait each time for
 //! everything that a busy job has in flight, whatever the turns. Beside a job that asks for less, pieces of another job start only
-//! while not more is in flight than the device moves in its latency ([`Answer`]) plus a quarter of what the other asks for;
+//! while not more is in flight than the device moves in its latency ([`AnswerTime`]) plus a quarter of what the other asks for;
 //! beside the smallest job a drive is then busy some three quarters of the time. If everything a user asks for fits the window,
 //! nothing of it would ever wait for a turn. Beside a user with a larger weight, a user has at most its proportion of what
 //! that one has in flight; the same holds for jobs of a user. Without such neighbours everybody has the whole window.
@@ -12,9 +12,9 @@
 
 use std::collections::BTreeMap;
 
-use super::answer::Answer;
+use super::answer::AnswerTime;
 use super::direction::TURNS;
-use super::owner::{Job, User, Weights};
+use super::owner::{TurnWeights, User, UserJob};
 use crate::io::IoId;
 
 /// Length of a span, in windows of 10 ms.
@@ -39,15 +39,15 @@ const NEAR_PIECES: u64 = 4;
 #[derive(Debug)]
 pub(super) struct Interference {
     window_bytes: u64,
-    answer: Answer,
-    jobs: BTreeMap<Job, Asks>,
+    answer: AnswerTime,
+    jobs: BTreeMap<UserJob, Asks>,
     /// Bytes handed over in this span.
     span_bytes: u64,
 }
 
 #[derive(Debug, Default)]
 struct Asks {
-    weights: Weights,
+    weights: TurnWeights,
     /// Bytes waiting and in flight.
     now_bytes: u64,
     inflight_bytes: u64,
@@ -84,13 +84,13 @@ impl Interference {
     pub(super) fn new(window_bytes: u64, bytes_per_s: u64) -> Self {
         Self {
             window_bytes,
-            answer: Answer::new(bytes_per_s),
+            answer: AnswerTime::new(bytes_per_s),
             jobs: BTreeMap::new(),
             span_bytes: 0,
         }
     }
 
-    pub(super) fn asks(&mut self, job: Job, weights: Weights, bytes: u32) {
+    pub(super) fn asks(&mut self, job: UserJob, weights: TurnWeights, bytes: u32) {
         let asks = self.jobs.entry(job).or_default();
         asks.weights = weights;
         asks.now_bytes += u64::from(bytes);
@@ -99,7 +99,7 @@ impl Interference {
     }
 
     /// Records that a piece has ended; `took_ns` if it succeeded.
-    pub(super) fn ended(&mut self, job: Job, piece: IoId, bytes: u32, took_ns: Option<u64>) {
+    pub(super) fn ended(&mut self, job: UserJob, piece: IoId, bytes: u32, took_ns: Option<u64>) {
         self.gave_up(job, bytes);
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.inflight_bytes -= u64::from(bytes);
@@ -107,12 +107,12 @@ impl Interference {
     }
 
     /// Records that `bytes` of a job will not be handed over.
-    pub(super) fn gave_up(&mut self, job: Job, bytes: u32) {
+    pub(super) fn gave_up(&mut self, job: UserJob, bytes: u32) {
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.now_bytes -= u64::from(bytes);
     }
 
-    pub(super) fn handed_over(&mut self, job: Job, piece: IoId, bytes: u32) {
+    pub(super) fn handed_over(&mut self, job: UserJob, piece: IoId, bytes: u32) {
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.inflight_bytes += u64::from(bytes);
         self.answer.handed_over(piece, bytes);
@@ -130,7 +130,7 @@ impl Interference {
     }
 
     /// Whether a piece of `job` may be handed over with so much in flight.
-    pub(super) fn has_room(&self, job: Job, inflight_bytes: u64, bytes: u32) -> bool {
+    pub(super) fn has_room(&self, job: UserJob, inflight_bytes: u64, bytes: u32) -> bool {
         let bytes = u64::from(bytes);
         let Some(near) = self.near(job) else {
             return inflight_bytes + bytes <= self.window_bytes;
@@ -143,7 +143,7 @@ impl Interference {
     }
 
     /// Longest piece of `job`.
-    pub(super) fn piece_bytes_max(&self, job: Job) -> u32 {
+    pub(super) fn piece_bytes_max(&self, job: UserJob) -> u32 {
         let Some(near) = self.near(job) else {
             return u32::MAX;
         };
@@ -153,7 +153,7 @@ impl Interference {
     }
 
     /// Returns the limits of `job`; `None` without a neighbour.
-    fn near(&self, job: Job) -> Option<Near> {
+    fn near(&self, job: UserJob) -> Option<Near> {
         let asks = self.jobs.get(&job)?;
         // The daemon's own records are few and go first.
         if job.0 == User::Daemon {

@@ -50,7 +50,7 @@ pub use owner::Owner;
 /// Queues of all devices.
 #[derive(Debug)]
 pub struct Queue {
-    devices: Vec<Device>,
+    devices: Vec<DeviceQueue>,
     wholes: Vec<Option<Whole>>,
     /// Place of each operation in `wholes`.
     places: HashMap<IoId, usize>,
@@ -61,13 +61,13 @@ pub struct Queue {
 }
 
 #[derive(Debug)]
-struct Device {
+struct DeviceQueue {
     piece_bytes: u32,
     /// Reads and writes.
     directions: [Direction; 2],
 }
 
-impl Device {
+impl DeviceQueue {
     fn new(limits: &DeviceLimits) -> Self {
         Self {
             piece_bytes: limits.piece_bytes,
@@ -147,7 +147,7 @@ impl Queue {
     /// Makes empty queues, one a device in the store's order.
     pub fn new(devices: &[DeviceLimits]) -> Self {
         Self {
-            devices: devices.iter().map(Device::new).collect(),
+            devices: devices.iter().map(DeviceQueue::new).collect(),
             wholes: Vec::new(),
             places: HashMap::new(),
             free: Vec::new(),
@@ -158,7 +158,7 @@ impl Queue {
 
     /// Adds a device, behind the others.
     pub fn add(&mut self, limits: &DeviceLimits) {
-        self.devices.push(Device::new(limits));
+        self.devices.push(DeviceQueue::new(limits));
     }
 
     /// Most operations in an engine at a time, with up to `flushes_max` flushes.

@@ -34,17 +34,17 @@ pub(super) enum User {
 }
 
 /// A job of a user.
-pub(super) type Job = (User, u64);
+pub(super) type UserJob = (User, u64);
 
 /// A session of a job. Sessions of a job have equal parts.
-pub(super) type Line = (Job, SessionId);
+pub(super) type JobSession = (UserJob, SessionId);
 
 /// Weight of tiles that move while no user waits. Beside users it is lower, see [`Direction`](super::direction::Direction).
 pub(super) const BACKGROUND_WEIGHT: u32 = WEIGHT_DEFAULT;
 
 /// Weights of turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Weights {
+pub(super) struct TurnWeights {
     /// [`TURNS`] times the user's weight, so that an eighth of the smallest weight, for tiles that move, is a whole number.
     pub(super) user: u32,
     /// The job's weight among its user's jobs.
@@ -53,9 +53,9 @@ pub(super) struct Weights {
 
 impl Owner {
     /// Returns the line in which operations of this owner wait, and their weights.
-    pub(super) fn line(self, background: bool) -> (Line, Weights) {
+    pub(super) fn line(self, background: bool) -> (JobSession, TurnWeights) {
         let daemon = |user, weight| {
-            let weights = Weights {
+            let weights = TurnWeights {
                 user: weight,
                 job: WEIGHT_DEFAULT,
             };
@@ -75,7 +75,7 @@ impl Owner {
                 for share in [user_weight, job_weight] {
                     assert!((1..=WEIGHT_MAX).contains(&share), "a share of {share}");
                 }
-                let weights = Weights {
+                let weights = TurnWeights {
                     user: user_weight * TURNS,
                     job: job_weight,
                 };

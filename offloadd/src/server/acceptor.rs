@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::peer::{Place, Places};
+use super::peer::{ConnectionCounts, ConnectionPermit};
 use crate::core::Peer;
 
 /// When to try again after a connection could not be accepted, usually because the process has too many open files.
@@ -23,10 +23,10 @@ const AGAIN: Duration = Duration::from_millis(10);
 const ACCEPTS_A_TURN: usize = 256;
 
 /// A connection that its user may have.
-pub(super) struct Admitted {
+pub(super) struct AdmittedConnection {
     pub(super) stream: UnixStream,
     pub(super) peer: Peer,
-    pub(super) place: Place,
+    pub(super) place: ConnectionPermit,
 }
 
 /// The thread. Dropping it closes the listener.
@@ -35,11 +35,11 @@ pub(super) struct Acceptor {
 }
 
 impl Acceptor {
-    /// Starts the thread. It sends what it admits; [`Places`] bounds how many wait there.
+    /// Starts the thread. It sends what it admits; [`ConnectionCounts`] bounds how many wait there.
     pub(super) fn start(
         listener: UnixListener,
-        places: Places,
-    ) -> io::Result<(Self, UnboundedReceiver<Admitted>)> {
+        places: ConnectionCounts,
+    ) -> io::Result<(Self, UnboundedReceiver<AdmittedConnection>)> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
         let (admitted, receiver) = unbounded_channel();
@@ -61,8 +61,8 @@ impl Drop for Acceptor {
 fn accept_all(
     listener: &UnixListener,
     stop: &OwnedFd,
-    places: &Places,
-    admitted: &UnboundedSender<Admitted>,
+    places: &ConnectionCounts,
+    admitted: &UnboundedSender<AdmittedConnection>,
 ) {
     loop {
         let mut fds = [
@@ -80,7 +80,7 @@ fn accept_all(
             match accept(listener) {
                 Ok(Some((stream, peer))) => {
                     if let Some(place) = places.admit(peer) {
-                        let one = Admitted {
+                        let one = AdmittedConnection {
                             stream,
                             peer,
                             place,

@@ -16,7 +16,7 @@ use super::checked::{define, invalid, open, token};
 use super::job_record;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
-use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
+use crate::core::{Call, DeviceState, Peer, Reply, TileDamage, Viewer};
 use crate::device_admission::{self, AdmittedDevice};
 use crate::driver::DriverHandle;
 use crate::engine::EngineChoice;
@@ -290,7 +290,7 @@ impl proto::offload_server::Offload for Service {
     ) -> Result<Response<proto::ReportDamageReply>, Status> {
         let peer = peer_of(&request)?;
         let message = request.into_inner();
-        let damage = Damage {
+        let damage = TileDamage {
             device: DeviceNumber(message.device),
             offset: message.offset,
             tile: TileIndex(message.tile),

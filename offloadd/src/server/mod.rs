@@ -31,8 +31,8 @@ mod sizes;
 use acceptor::Acceptor;
 pub use grpc::About;
 use grpc::Service;
-use peer::{PeerStream, Places};
-pub use place::{Place, clear_socket};
+use peer::{ConnectionCounts, PeerStream};
+pub use place::{SocketPath, clear_socket};
 use scrub::Scrubs;
 use sizes::Sizes;
 
@@ -165,7 +165,7 @@ pub async fn serve(
     about: About,
     stop: watch::Receiver<bool>,
 ) -> Result<(), ServeError> {
-    let places = Places::new(about.sessions_max);
+    let places = ConnectionCounts::new(about.sessions_max);
     let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
     let (_acceptor, admitted) = Acceptor::start(listener, places).map_err(ServeError::Acceptor)?;
     let incoming = UnboundedReceiverStream::new(admitted).filter_map(|one| {

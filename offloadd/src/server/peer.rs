@@ -21,7 +21,7 @@ use tokio::net::UnixStream;
 use tokio::time::Interval;
 use tonic::transport::server::Connected;
 
-use super::acceptor::Admitted;
+use super::acceptor::AdmittedConnection;
 use crate::core::Peer;
 
 /// Connections of one user beyond those of sessions, for commands and monitoring.
@@ -51,7 +51,7 @@ pub(super) struct Pending {
 
 /// An answer that the peer has not read completely.
 #[derive(Debug)]
-pub(super) struct Untaken {
+pub(super) struct UnreadAnswer {
     pending: Arc<Pending>,
     number: u64,
 }
@@ -67,7 +67,7 @@ impl Pending {
     }
 }
 
-impl Untaken {
+impl UnreadAnswer {
     pub(super) fn new(pending: &Arc<Pending>) -> Self {
         let untaken = Self {
             pending: pending.clone(),
@@ -90,7 +90,7 @@ impl Untaken {
     }
 }
 
-impl Drop for Untaken {
+impl Drop for UnreadAnswer {
     fn drop(&mut self) {
         self.we_have_turn();
     }
@@ -106,24 +106,24 @@ pub(super) struct PeerStream {
     /// Since when the socket accepts no bytes.
     blocked: Option<Instant>,
     clock: Interval,
-    _place: Place,
+    _place: ConnectionPermit,
 }
 
 /// Counts connections by user.
 #[derive(Clone, Debug)]
-pub(super) struct Places {
+pub(super) struct ConnectionCounts {
     most: usize,
     counts: Arc<Mutex<HashMap<u32, usize>>>,
 }
 
 /// One of a user's permitted connections; released on drop.
 #[derive(Debug)]
-pub(super) struct Place {
-    places: Places,
+pub(super) struct ConnectionPermit {
+    places: ConnectionCounts,
     uid: u32,
 }
 
-impl Places {
+impl ConnectionCounts {
     /// Sized so that all `sessions_max` sessions may belong to one user.
     pub(super) fn new(sessions_max: u32) -> Self {
         Self {
@@ -133,7 +133,7 @@ impl Places {
     }
 
     /// Admits a connection of `peer`; `None` if its user has too many.
-    pub(super) fn admit(&self, peer: Peer) -> Option<Place> {
+    pub(super) fn admit(&self, peer: Peer) -> Option<ConnectionPermit> {
         let place = self.count_in(peer.uid);
         if place.is_none() {
             let (uid, pid) = (peer.uid, peer.pid);
@@ -148,21 +148,21 @@ impl Places {
         place
     }
 
-    fn count_in(&self, uid: u32) -> Option<Place> {
+    fn count_in(&self, uid: u32) -> Option<ConnectionPermit> {
         let mut counts = self.counts.lock().unwrap_or_else(|e| e.into_inner());
         let count = counts.entry(uid).or_default();
         if *count >= self.most {
             return None;
         }
         *count += 1;
-        Some(Place {
+        Some(ConnectionPermit {
             places: self.clone(),
             uid,
         })
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         let mut counts = self.places.counts.lock().unwrap_or_else(|e| e.into_inner());
         let count = counts.get_mut(&self.uid).expect("taken");
@@ -175,8 +175,8 @@ impl Drop for Place {
 
 impl PeerStream {
     /// Takes a connection that was admitted. Must be called within the runtime.
-    pub(super) fn from_admitted(admitted: Admitted) -> io::Result<Self> {
-        let Admitted {
+    pub(super) fn from_admitted(admitted: AdmittedConnection) -> io::Result<Self> {
+        let AdmittedConnection {
             stream,
             peer,
             place,
@@ -185,7 +185,7 @@ impl PeerStream {
         Ok(Self::new(stream, peer, PATIENCE, place))
     }
 
-    fn new(stream: UnixStream, peer: Peer, timeouts: Duration, place: Place) -> Self {
+    fn new(stream: UnixStream, peer: Peer, timeouts: Duration, place: ConnectionPermit) -> Self {
         Self {
             stream,
             caller: Caller {
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn one_users_connections_are_bounded_and_anothers_are_not_its() {
-        let places = Places::new(3);
+        let places = ConnectionCounts::new(3);
         let mut held: Vec<_> = (0..CONNECTIONS_A_SESSION * 3 + CONNECTIONS_BESIDE)
             .map(|_| places.count_in(7).unwrap())
             .collect();
@@ -301,7 +301,7 @@ mod tests {
 
     fn connection(timeouts: Duration) -> (PeerStream, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let place = Places::new(1).count_in(7).unwrap();
+        let place = ConnectionCounts::new(1).count_in(7).unwrap();
         let peer = Peer { uid: 7, pid: 1 };
         (PeerStream::new(ours, peer, timeouts, place), theirs)
     }
@@ -336,7 +336,7 @@ mod tests {
         run(async {
             let (ours, _theirs) = connection(Duration::from_millis(50));
             ours.caller.pending.called();
-            let answer = Untaken::new(&ours.caller.pending);
+            let answer = UnreadAnswer::new(&ours.caller.pending);
             assert_eq!(
                 end_of(ours).await.to_string(),
                 "an answer is not being read"
@@ -346,7 +346,7 @@ mod tests {
             let timeouts = Duration::from_millis(50);
             let (mut ours, mut theirs) = connection(timeouts);
             ours.caller.pending.called();
-            let answer = Untaken::new(&ours.caller.pending);
+            let answer = UnreadAnswer::new(&ours.caller.pending);
             answer.we_have_turn();
             let read = tokio::time::timeout(4 * timeouts, ours.read_u8()).await;
             assert!(read.is_err(), "ended: {read:?}");

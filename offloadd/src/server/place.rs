@@ -66,12 +66,12 @@ pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
 /// Path of a bound socket. Removes the socket on drop, unless another file is at the path by then. Drop it before the listener: until
 /// then no other file has the same inode, and a successor that can connect waits.
 #[derive(Debug)]
-pub struct Place {
+pub struct SocketPath {
     path: PathBuf,
     ours: Option<(u64, u64)>,
 }
 
-impl Place {
+impl SocketPath {
     /// Call right after the socket was bound at `path`.
     pub fn at(path: &Path) -> Self {
         Self {
@@ -81,7 +81,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for SocketPath {
     fn drop(&mut self) {
         if self.ours.is_some() && number(&self.path) == self.ours {
             // A socket that is left is removed by the next start.
@@ -105,7 +105,7 @@ mod tests {
     fn a_socket_goes_before_its_daemon_and_a_successors_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
-        let bind = || (UnixListener::bind(&path).unwrap(), Place::at(&path));
+        let bind = || (UnixListener::bind(&path).unwrap(), SocketPath::at(&path));
         let (old, place) = bind();
         // An administrator may change the owner.
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();

@@ -23,7 +23,7 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use crate::core::{CommittedTile, Damage, TilePosition, Viewer};
+use crate::core::{CommittedTile, TileDamage, TilePosition, Viewer};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
 use crate::io::AlignedBytes;
@@ -61,14 +61,14 @@ const SCRUBS_MAX: usize = 16;
 /// Running scrubs, at most one per user.
 #[derive(Clone, Debug)]
 pub(super) struct Scrubs {
-    running: Arc<Mutex<BTreeSet<(Class, u32)>>>,
+    running: Arc<Mutex<BTreeSet<(CallerClass, u32)>>>,
     /// Limit of all users' scrubs together.
     bytes_per_s_max: u64,
 }
 
 /// Whether the rate is limited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Class {
+enum CallerClass {
     /// Root and the daemon's user: not limited.
     Administrator,
     User,
@@ -76,25 +76,25 @@ enum Class {
 
 /// Registration of a running scrub; removed on drop.
 #[derive(Debug)]
-struct Place {
+struct ScrubRegistration {
     scrubs: Scrubs,
-    who: (Class, u32),
+    who: (CallerClass, u32),
 }
 
-impl Drop for Place {
+impl Drop for ScrubRegistration {
     fn drop(&mut self) {
         self.scrubs.lock().remove(&self.who);
     }
 }
 
-impl Place {
+impl ScrubRegistration {
     /// Rate at which a scrub that asked for `wished` may read now.
     fn bytes_per_s(&self, wished: u64) -> u64 {
-        if self.who.0 == Class::Administrator {
+        if self.who.0 == CallerClass::Administrator {
             return wished;
         }
         let running = self.scrubs.lock();
-        let users = running.range((Class::User, 0)..).count() as u64;
+        let users = running.range((CallerClass::User, 0)..).count() as u64;
         wished.min(self.scrubs.bytes_per_s_max / users.max(1))
     }
 }
@@ -119,14 +119,14 @@ impl Scrubs {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<(Class, u32)>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<(CallerClass, u32)>> {
         self.running.lock().expect("no panic while locked")
     }
 
-    fn place(&self, viewer: Viewer, uid: u32) -> Result<Place, Fault> {
+    fn place(&self, viewer: Viewer, uid: u32) -> Result<ScrubRegistration, Fault> {
         let class = match viewer {
-            Viewer::All => Class::Administrator,
-            Viewer::Uid(_) => Class::User,
+            Viewer::All => CallerClass::Administrator,
+            Viewer::Uid(_) => CallerClass::User,
         };
         let mut running = self.lock();
         let busy = |what: String| Err(Fault::new(FaultKind::TooMany, what));
@@ -136,14 +136,14 @@ impl Scrubs {
             ));
         }
         // Administrators do not count: at most two can run.
-        let users_count = running.range((Class::User, 0)..).count();
-        if class == Class::User && users_count >= SCRUBS_MAX {
+        let users_count = running.range((CallerClass::User, 0)..).count();
+        if class == CallerClass::User && users_count >= SCRUBS_MAX {
             return busy(format!(
                 "{SCRUBS_MAX} scrubs of users are already running; retry later"
             ));
         }
         running.insert((class, uid));
-        Ok(Place {
+        Ok(ScrubRegistration {
             scrubs: self.clone(),
             who: (class, uid),
         })
@@ -179,7 +179,7 @@ impl Scrubs {
 struct Scrub {
     owner: DriverHandle,
     wish: Wish,
-    place: Place,
+    place: ScrubRegistration,
     answers: mpsc::Sender<Result<proto::ScrubReply, Status>>,
     /// By index, because a path may belong to another device by now. `None` if it cannot be opened.
     files: HashMap<DeviceIndex, Option<Device>>,
@@ -192,13 +192,13 @@ struct Scrub {
 }
 
 /// Reason why a scrub ends early.
-enum Ended {
+enum ScrubEnd {
     /// The caller has disconnected.
     Disconnected,
     Failed(Fault),
 }
 
-impl From<Fault> for Ended {
+impl From<Fault> for ScrubEnd {
     fn from(fault: Fault) -> Self {
         Self::Failed(fault)
     }
@@ -209,14 +209,14 @@ impl Scrub {
         let ended = self.all();
         self.count();
         match ended {
-            Ok(()) | Err(Ended::Disconnected) => {}
-            Err(Ended::Failed(fault)) => {
+            Ok(()) | Err(ScrubEnd::Disconnected) => {}
+            Err(ScrubEnd::Failed(fault)) => {
                 let _ = self.answers.blocking_send(Err(fault.into()));
             }
         }
     }
 
-    fn all(&mut self) -> Result<(), Ended> {
+    fn all(&mut self) -> Result<(), ScrubEnd> {
         let mut jobs = answered(self.owner.contents(self.wish.viewer))?;
         if let Some(name) = &self.wish.job {
             jobs.retain(|job| job.name.as_str() == name);
@@ -293,7 +293,7 @@ impl Scrub {
         at: &TilePosition,
         tile: &CommittedTile,
         tile_bytes: u32,
-    ) -> Result<Option<Wrong>, Ended> {
+    ) -> Result<Option<Wrong>, ScrubEnd> {
         let Some(read) = self.read(tile, tile_bytes)? else {
             self.done.unread_count += 1;
             return Ok(None);
@@ -325,7 +325,7 @@ impl Scrub {
     }
 
     /// Opens the device of a tile, once per scrub.
-    fn open(&mut self, tile: &CommittedTile) -> Result<(), Ended> {
+    fn open(&mut self, tile: &CommittedTile) -> Result<(), ScrubEnd> {
         let index = tile.extent.device;
         if self.files.contains_key(&index) {
             return Ok(());
@@ -349,7 +349,7 @@ impl Scrub {
         &mut self,
         tile: &CommittedTile,
         tile_bytes: u32,
-    ) -> Result<Option<std::io::Result<()>>, Ended> {
+    ) -> Result<Option<std::io::Result<()>>, ScrubEnd> {
         let tile_bytes = tile_bytes as usize;
         if self.buffer.len() < tile_bytes {
             self.buffer = AlignedBytes::zeroed(tile_bytes);
@@ -382,13 +382,13 @@ impl Scrub {
     }
 
     /// Sleeps to keep the rate, averaged over about a second.
-    fn keep_pace(&mut self, bytes: usize) -> Result<(), Ended> {
+    fn keep_pace(&mut self, bytes: usize) -> Result<(), ScrubEnd> {
         let rate = self.place.bytes_per_s(self.wish.bytes_per_s);
         let piece = Duration::from_secs_f64(bytes as f64 / rate as f64);
         let now = Instant::now();
         let due = self.pace_from + piece;
         if !pause_until(due, || !self.answers.is_closed()) {
-            return Err(Ended::Disconnected);
+            return Err(ScrubEnd::Disconnected);
         }
         self.pace_from = due.max(now.checked_sub(Duration::from_secs(1)).unwrap_or(now));
         Ok(())
@@ -399,13 +399,13 @@ impl Scrub {
         at: &TilePosition,
         tile: &CommittedTile,
         damaged: DamagedTile,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), ScrubEnd> {
         self.done.damaged_count += 1;
         let (expected, found) = match damaged.damage {
             Wrong::Checksum { expected, found } => (expected, found),
             Wrong::Unreadable(_) => (tile.version.checksum, 0),
         };
-        let heard = Damage {
+        let heard = TileDamage {
             device: tile.extent.device,
             offset: tile.extent.offset,
             tile: tile.tile,
@@ -432,7 +432,7 @@ impl Scrub {
         }
     }
 
-    fn report_progress(&mut self) -> Result<(), Ended> {
+    fn report_progress(&mut self) -> Result<(), ScrubEnd> {
         self.count();
         self.reported_at = Instant::now();
         self.done.bytes_per_s = self.place.bytes_per_s(self.wish.bytes_per_s);
@@ -440,14 +440,14 @@ impl Scrub {
     }
 
     /// Sends a message; waits a limited time for a caller that does not read.
-    fn send(&self, what: proto::scrub_reply::What) -> Result<(), Ended> {
+    fn send(&self, what: proto::scrub_reply::What) -> Result<(), ScrubEnd> {
         let mut reply = Ok(proto::ScrubReply { what: Some(what) });
         let limit = Instant::now() + READ_WAIT;
         loop {
             match self.answers.try_send(reply) {
                 Ok(()) => return Ok(()),
                 Err(TrySendError::Full(unsent)) if Instant::now() < limit => reply = unsent,
-                Err(_) => return Err(Ended::Disconnected),
+                Err(_) => return Err(ScrubEnd::Disconnected),
             }
             std::thread::sleep(READ_POLL);
         }
@@ -455,10 +455,10 @@ impl Scrub {
 }
 
 /// Waits for the owner thread's answer to a question.
-fn answered<R>(asked: Result<oneshot::Receiver<R>, Fault>) -> Result<R, Ended> {
+fn answered<R>(asked: Result<oneshot::Receiver<R>, Fault>) -> Result<R, ScrubEnd> {
     asked?.blocking_recv().map_err(|_| {
         let what = "offloadd stopped before the scrub ended";
-        Ended::Failed(Fault::new(FaultKind::Stopping, what))
+        ScrubEnd::Failed(Fault::new(FaultKind::Stopping, what))
     })
 }
 

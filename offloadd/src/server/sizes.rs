@@ -23,7 +23,7 @@ use tonic::codegen::{BoxFuture, Service, http};
 use tonic::server::NamedService;
 
 use super::grpc;
-use super::peer::{Caller, Pending, Untaken};
+use super::peer::{Caller, Pending, UnreadAnswer};
 
 /// Limit of all requests except definitions of tiles; the largest is a commit with its blob.
 const SMALL_BYTES_MAX: usize = 4 * BLOB_BYTES_MAX;
@@ -123,13 +123,13 @@ impl Service<http::Request<Body>> for Sizes {
             Box::pin(async move {
                 let place = gates.lists.acquire_owned().await.expect("never closed");
                 let answer = small.call(request).await?;
-                Ok(answer.map(|body| Answer::wrap(body, &pending, Some(place))))
+                Ok(answer.map(|body| AnswerBody::wrap(body, &pending, Some(place))))
             })
         } else {
             let answering = self.small.call(request);
             Box::pin(async move {
                 let answer = answering.await?;
-                Ok(answer.map(|body| Answer::wrap(body, &pending, None)))
+                Ok(answer.map(|body| AnswerBody::wrap(body, &pending, None)))
             })
         };
         answering
@@ -137,24 +137,24 @@ impl Service<http::Request<Body>> for Sizes {
 }
 
 /// Body of an answer. Tracks whether the peer is expected to read, and holds its permit until the peer has read it or is gone.
-struct Answer {
+struct AnswerBody {
     body: Body,
-    untaken: Untaken,
+    untaken: UnreadAnswer,
     _place: Option<OwnedSemaphorePermit>,
 }
 
-impl Answer {
+impl AnswerBody {
     fn wrap(body: Body, pending: &Arc<Pending>, place: Option<OwnedSemaphorePermit>) -> Body {
         Body::new(Self {
             body,
-            untaken: Untaken::new(pending),
+            untaken: UnreadAnswer::new(pending),
             _place: place,
         })
     }
 }
 
 /// The transport polls for a frame when the peer's window has space.
-impl hyper::body::Body for Answer {
+impl hyper::body::Body for AnswerBody {
     type Data = <Body as hyper::body::Body>::Data;
     type Error = <Body as hyper::body::Body>::Error;
 

@@ -154,7 +154,7 @@ impl Area {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct RawHeader {
+struct RawCatalogHeader {
     head: Head,
     store: [u8; 16],
     sequence: u64,
@@ -191,10 +191,10 @@ struct RawDevice {
     path: [u8; PATH_BYTES_MAX],
 }
 
-const _: () = assert!(size_of::<RawHeader>() == 80 && size_of::<RawEntry>() == 192);
+const _: () = assert!(size_of::<RawCatalogHeader>() == 80 && size_of::<RawEntry>() == 192);
 const _: () = assert!(size_of::<RawDevice>() == 288);
 const _: () = assert!(
-    (size_of::<RawHeader>()
+    (size_of::<RawCatalogHeader>()
         + JOBS_MAX * size_of::<RawEntry>()
         + DEVICES_MAX as usize * size_of::<RawDevice>()) as u64
         <= CATALOG_BYTES_MAX
@@ -236,7 +236,7 @@ impl Catalog {
     pub fn encode(&self) -> AlignedBytes {
         assert!(self.entries.len() <= JOBS_MAX);
         assert!((1..=DEVICES_MAX as usize).contains(&self.devices.len()));
-        let header = RawHeader {
+        let header = RawCatalogHeader {
             head: Head::unsealed(MAGIC),
             store: self.store.0,
             sequence: self.sequence,
@@ -253,7 +253,7 @@ impl Catalog {
     /// Decodes blocks whose seal is sound.
     pub fn decode(blocks: &AlignedBytes) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
-        let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
+        let (header, rest) = RawCatalogHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         let device_count = header.device_count;
         if header.entry_count > JOBS_MAX as u64 {
             return Err(damaged(format!("it claims {} jobs", header.entry_count)));

@@ -11,20 +11,24 @@ const PAGE: &str = "docs/on-disk-format.md";
 const STRUCTS: [(&str, &str, &str); 12] = [
     ("head", include_str!("sealed.rs"), "Head"),
     ("superblock", include_str!("superblock.rs"), "Raw"),
-    ("catalog header", include_str!("catalog.rs"), "RawHeader"),
+    (
+        "catalog header",
+        include_str!("catalog.rs"),
+        "RawCatalogHeader",
+    ),
     ("catalog job", include_str!("catalog.rs"), "RawEntry"),
     ("catalog device", include_str!("catalog.rs"), "RawDevice"),
     (
         "definition header",
         include_str!("tile_table.rs"),
-        "RawHeader",
+        "RawTableHeader",
     ),
     ("definition tile", include_str!("tile_table.rs"), "RawTile"),
     ("record header", include_str!("manifest.rs"), "RawRecord"),
     ("record tile", include_str!("manifest.rs"), "RawVersion"),
     ("record blob", include_str!("manifest.rs"), "RawBlob"),
     ("mark", include_str!("manifest.rs"), "RawMark"),
-    ("wear header", include_str!("wear.rs"), "RawHeader"),
+    ("wear header", include_str!("wear.rs"), "RawWearHeader"),
 ];
 
 #[test]

@@ -253,14 +253,14 @@ impl Record {
 
 /// Content of one copy of a slot and its sequence number.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Slotted {
+pub struct SequencedRecord {
     /// Number of writes to the job's slots; of two sound copies the higher one counts.
     pub sequence: u64,
     /// `None` for a void.
     pub record: Option<Record>,
 }
 
-impl Slotted {
+impl SequencedRecord {
     /// Decodes blocks whose seal is sound. Content of another job or slot is damage, because each slot starts with a void of
     /// its own.
     pub fn decode(
@@ -314,13 +314,13 @@ fn void(job_id: u64, slot: usize, sequence: u64) -> AlignedBytes {
 
 /// A record with its mark.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Marked {
+pub struct MarkedRecord {
     pub record: Record,
     /// Mark beside the record.
     pub mark: Option<Mark>,
 }
 
-impl Marked {
+impl MarkedRecord {
     /// Whether every node has this generation.
     pub fn confirmed(&self) -> bool {
         // Tiles are overwritten only after a confirmation, so `Overwriting` implies it.
@@ -339,12 +339,12 @@ pub enum SlotContent {
     /// extents. It stays until somebody discards it. Holds the reason.
     Unreadable(String),
     /// A record.
-    Sound(Marked),
+    Sound(MarkedRecord),
 }
 
 impl SlotContent {
     /// The record, if it is sound.
-    pub fn sound(&self) -> Option<&Marked> {
+    pub fn sound(&self) -> Option<&MarkedRecord> {
         match self {
             Self::Sound(marked) => Some(marked),
             Self::Empty | Self::Unknown | Self::Unreadable(_) => None,
@@ -354,8 +354,8 @@ impl SlotContent {
 
 /// Returns the generations that can be resumed from, oldest first: the newest, and the one before it while the newest is not
 /// confirmed. Once it is, the next generation overwrites the tiles of the one before.
-pub fn resumable(slots: &[SlotContent; 2]) -> Vec<&Marked> {
-    let mut sound: Vec<&Marked> = slots.iter().filter_map(SlotContent::sound).collect();
+pub fn resumable(slots: &[SlotContent; 2]) -> Vec<&MarkedRecord> {
+    let mut sound: Vec<&MarkedRecord> = slots.iter().filter_map(SlotContent::sound).collect();
     sound.sort_by_key(|marked| marked.record.generation);
     if sound.len() == 2 && sound[1].confirmed() {
         sound.remove(0);

@@ -37,7 +37,7 @@ pub struct TileTable {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct RawHeader {
+struct RawTableHeader {
     head: Head,
     job_id: u64,
     tile_count: u64,
@@ -59,7 +59,7 @@ struct RawTile {
     offsets: [u64; 2],
 }
 
-const _: () = assert!(size_of::<RawHeader>() == 64 && size_of::<RawTile>() == 48);
+const _: () = assert!(size_of::<RawTableHeader>() == 64 && size_of::<RawTile>() == 48);
 
 /// Largest size of one copy; bounds the allocation that a head can ask for.
 pub(crate) const BYTES_MAX: u64 =
@@ -68,7 +68,7 @@ pub(crate) const BYTES_MAX: u64 =
 /// Bytes of one copy.
 pub fn stored_bytes(definition: &JobDefinition) -> u64 {
     let tiles = (definition.tiles().len() * size_of::<RawTile>()) as u64;
-    (size_of::<RawHeader>() as u64 + tiles + definition.layout().len() as u64)
+    (size_of::<RawTableHeader>() as u64 + tiles + definition.layout().len() as u64)
         .next_multiple_of(BLOCK)
 }
 
@@ -77,7 +77,7 @@ impl TileTable {
     pub fn encode(&self, job_id: u64, numbers: &[u32]) -> AlignedBytes {
         let definition = &self.definition;
         assert_eq!(definition.tiles().len(), self.extents.len());
-        let header = RawHeader {
+        let header = RawTableHeader {
             head: Head::unsealed(MAGIC),
             job_id,
             tile_count: definition.tiles().len() as u64,
@@ -106,7 +106,7 @@ impl TileTable {
     /// Decodes blocks whose seal is sound and that hold job `job_id`. `numbers` as for [`Self::encode`].
     pub fn decode(blocks: &AlignedBytes, job_id: u64, numbers: &[u32]) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
-        let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
+        let (header, rest) = RawTableHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.job_id != job_id {
             return Err(damaged(format!(
                 "it belongs to job id {}, not {job_id}",

@@ -12,7 +12,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::StoreError;
 use super::definition::{JobName, Tile};
 use super::dual_copy::Note;
-use super::manifest::{self, Mark, Marked, SlotContent};
+use super::manifest::{self, Mark, MarkedRecord, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
 use super::wear::Wear;
 use crate::blocks::Blocks;
@@ -157,13 +157,13 @@ pub fn verify_watched(
 }
 
 /// Returns the generations whose tiles are compared.
-fn compared(job: &RecoveredJob) -> impl Iterator<Item = &Marked> {
+fn compared(job: &RecoveredJob) -> impl Iterator<Item = &MarkedRecord> {
     let marked = manifest::resumable(&job.slots).into_iter();
     marked.filter(|marked| marked.mark != Some(Mark::Overwriting))
 }
 
 fn job_bytes(job: &RecoveredJob) -> u64 {
-    let of = |marked: &Marked| -> u64 {
+    let of = |marked: &MarkedRecord| -> u64 {
         let specs = job.table.definition.tiles().iter();
         let written = specs
             .zip(&*marked.record.versions)

@@ -35,7 +35,7 @@ pub struct Wear {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct RawHeader {
+struct RawWearHeader {
     head: Head,
     store: [u8; 16],
     device_index: u32,
@@ -58,9 +58,9 @@ struct RawJob {
     written_bytes: u64,
 }
 
-const _: () = assert!(size_of::<RawHeader>() == 80 && size_of::<RawJob>() == 16);
+const _: () = assert!(size_of::<RawWearHeader>() == 80 && size_of::<RawJob>() == 16);
 const _: () =
-    assert!((size_of::<RawHeader>() + ROWS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
+    assert!((size_of::<RawWearHeader>() + ROWS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
 
 impl Wear {
     /// Returns the offset of the next copy and its sealed blocks, at most [`WEAR_BYTES_MAX`]. With more than [`JOBS_MAX`] jobs,
@@ -69,7 +69,7 @@ impl Wear {
         let mut rows = most_worn(&self.jobs);
         let totals = most_worn(&self.totals).into_iter();
         rows.extend(totals.map(|(job_id, written_bytes)| (job_id | TOTAL, written_bytes)));
-        let header = RawHeader {
+        let header = RawWearHeader {
             head: Head::unsealed(MAGIC),
             store: store.0,
             device_index,
@@ -94,7 +94,7 @@ impl Wear {
         store: StoreId,
         device_index: u32,
     ) -> Result<Self, Unreadable> {
-        let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
+        let (header, rest) = RawWearHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.store != store.0 || header.device_index != device_index {
             // Left by the store that was here before.
             return Err(Unreadable::Blank);

@@ -224,9 +224,9 @@ impl fmt::Display for ApproxTime {
 
 /// A number of things: `1 session`, `3 sessions`, `2 batches`. The noun must form its plural with an s, or es after ch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counted<N>(pub N, pub &'static str);
+pub struct CountOf<N>(pub N, pub &'static str);
 
-impl<N: fmt::Display + PartialEq + From<u8>> fmt::Display for Counted<N> {
+impl<N: fmt::Display + PartialEq + From<u8>> fmt::Display for CountOf<N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(count, noun) = self;
         let ending = match *count == N::from(1) {
@@ -325,9 +325,9 @@ mod tests {
         assert_eq!(ApproxRate(6.2e9).to_string(), "6.20 GB/s");
         let times = [5, 65, 3725, 90_000].map(|s| ApproxTime(Duration::from_secs(s)).to_string());
         assert_eq!(times, ["5s", "1m05s", "1h02m", "1d01h"]);
-        let counts = [0_u64, 1, 2].map(|count| Counted(count, "tile").to_string());
+        let counts = [0_u64, 1, 2].map(|count| CountOf(count, "tile").to_string());
         assert_eq!(counts, ["0 tiles", "1 tile", "2 tiles"]);
-        let batches = [1_u64, 2].map(|count| Counted(count, "batch").to_string());
+        let batches = [1_u64, 2].map(|count| CountOf(count, "batch").to_string());
         assert_eq!(batches, ["1 batch", "2 batches"]);
     }
 

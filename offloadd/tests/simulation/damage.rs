@@ -12,7 +12,7 @@ use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
 use offload_api::ids::{DeviceNumber, Generation, TileIndex};
 use offloadd::blocks::{BlockError, Blocks};
-use offloadd::core::{Call, Damage};
+use offloadd::core::{Call, TileDamage};
 use offloadd::io::AlignedBytes;
 use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
@@ -345,7 +345,7 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
     world.write(process, 1, 0, 7).unwrap();
     world.commit(process, 1).unwrap();
     let of_first = report_of(&mut world, process);
-    let ask = |world: &mut World, process: Process, damage: Damage<DeviceNumber>| {
+    let ask = |world: &mut World, process: Process, damage: TileDamage<DeviceNumber>| {
         let token = process.token;
         let answer = world.ask(Call::ReportDamage { token, damage });
         answer.map(drop).map_err(|fault| fault.kind)
@@ -372,11 +372,11 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
 }
 
 /// Returns the report of a process that read tile 0 and found other bytes.
-fn report_of(world: &mut World, process: Process) -> Damage<DeviceNumber> {
+fn report_of(world: &mut World, process: Process) -> TileDamage<DeviceNumber> {
     world.submit_read(process, 0, 0);
     world.run();
     let entry = world.completion(process).unwrap();
-    Damage {
+    TileDamage {
         device: DeviceNumber(entry.device),
         offset: entry.offset,
         tile: TileIndex(0),

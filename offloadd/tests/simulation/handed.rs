@@ -13,8 +13,8 @@ use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::ids::{Epoch, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Request, Verb};
 use offloadd::core::{Action, AdoptedSession, Call, CallId, Core, Event, Reply};
-use offloadd::handover::message::State;
-use offloadd::handover::{self, Descriptors, Found, HandedOver};
+use offloadd::handover::message::HandoverState;
+use offloadd::handover::{self, Descriptors, FoundHandover, HandedOver};
 use offloadd::io::{IoOp, IoResult};
 use offloadd::store::DATA_OFFSET;
 use offloadd::store::definition::Durability;
@@ -34,7 +34,7 @@ const NAMES: u8 = 2;
 /// A store and the hand-over of its last daemon.
 struct Handed {
     store: RecoveredStore,
-    state: State,
+    state: HandoverState,
 }
 
 fn handed() -> &'static Handed {
@@ -138,7 +138,7 @@ pub(crate) fn try_input(bytes: &[u8]) -> bool {
         None => false,
         Some((&FILE, bytes)) => try_file(bytes),
         Some((&NAMES, bytes)) => try_names(bytes),
-        Some((_, bytes)) => State::decode(bytes).is_ok_and(|state| try_state(&state)),
+        Some((_, bytes)) => HandoverState::decode(bytes).is_ok_and(|state| try_state(&state)),
     }
 }
 
@@ -173,7 +173,7 @@ fn try_names(bytes: &[u8]) -> bool {
         };
         (name.to_owned(), fd)
     });
-    match Found::among(named.collect()) {
+    match FoundHandover::among(named.collect()) {
         Ok(None) => lines.is_empty(),
         Ok(Some(mut found)) => {
             assert_eq!(found.state.handover, 7, "its name says so");
@@ -218,7 +218,7 @@ fn free_bytes(core: &mut Core) -> (u64, Vec<u64>) {
     (found.arena_free_bytes, devices.collect())
 }
 
-fn try_state(state: &State) -> bool {
+fn try_state(state: &HandoverState) -> bool {
     let mut core = core();
     let before = free_bytes(&mut core);
     let (adopted, left_out) = match core.adopt(state, |_| true) {
@@ -250,7 +250,7 @@ fn try_state(state: &State) -> bool {
 }
 
 /// Returns the hand-over of the next incarnation, which adopted `state`.
-fn handed_on(state: &State, session_count: usize) -> State {
+fn handed_on(state: &HandoverState, session_count: usize) -> HandoverState {
     let mut next = core();
     let (adopted, left_out) = next.adopt(state, |_| true).expect("its own state");
     assert_eq!((adopted.len(), left_out), (session_count, Vec::new()));

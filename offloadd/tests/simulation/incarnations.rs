@@ -5,7 +5,7 @@ use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event};
-use offloadd::handover::message::State;
+use offloadd::handover::message::HandoverState;
 use offloadd::store::definition::Durability;
 use test_hooks::random::SimRandom;
 
@@ -30,7 +30,7 @@ fn expect_all(world: &mut World, process: Process, seed: u64) {
 }
 
 /// Ends an incarnation in order.
-fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
+fn hand_over(mut world: World) -> (HandoverState, SimDisks, SimRandom) {
     world.run();
     world.event(Event::HandOver);
     world.run();
@@ -40,7 +40,7 @@ fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
 }
 
 /// Hands over a job of one rank: generation 1 (10) is committed, and all tiles are written since (20).
-fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
+fn handed_over(seed: u64) -> (HandoverState, SimDisks, SimRandom) {
     let mut world = World::start(formatted(), SimRandom::new(seed));
     let process = world.begin("a", TILES, Durability::Committed);
     write_all(&mut world, process, 1, 10);

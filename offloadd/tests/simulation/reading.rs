@@ -5,7 +5,7 @@ use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, Moves, Reply};
-use offloadd::handover::message::State;
+use offloadd::handover::message::HandoverState;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::MeasuredRates;
@@ -19,7 +19,7 @@ use super::world::{Process, World, definition, formatted, job};
 const TILES: u32 = 12;
 
 /// Hands over a job that committed two generations and has written since.
-fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
+fn handed_over(seed: u64) -> (HandoverState, SimDisks, SimRandom) {
     let mut world = World::start(formatted(), SimRandom::new(seed));
     prepare(&mut world);
     let process = world.begin("one", TILES, Durability::Committed);

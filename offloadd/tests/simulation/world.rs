@@ -14,7 +14,7 @@ use offloadd::blocks::Blocks;
 use offloadd::core::{
     Action, Call, CallId, Core, DeviceState, Event, JobRecord, NewDevice, OpenSession, Peer, Reply,
 };
-use offloadd::handover::message::State;
+use offloadd::handover::message::HandoverState;
 use offloadd::io::{IoId, IoOp, SessionId};
 use offloadd::quota::Limits;
 use offloadd::store::StoreError;
@@ -139,7 +139,7 @@ impl World {
     pub(crate) fn start_after(
         disks: SimDisks,
         random: SimRandom,
-        state: &State,
+        state: &HandoverState,
     ) -> (Self, Result<Vec<Process>, String>) {
         let mut adopted = Ok((Vec::new(), Vec::new()));
         let started = Self::try_start_with(disks, random, |core| {

@@ -563,7 +563,7 @@ fn a_swapper_dropped_like_a_crash_loses_what_was_not_committed_and_no_more() {
 }
 
 /// Opens again. A dropped session ends when its I/O has ended; until then its rank is busy.
-fn reopen(settings: &SwapperSettings) -> (Swapper<u64>, swapper::Opened, u64) {
+fn reopen(settings: &SwapperSettings) -> (Swapper<u64>, swapper::OpenReport, u64) {
     let since = Instant::now();
     loop {
         match toy::open(settings) {

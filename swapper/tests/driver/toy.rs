@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use swapper::{
-    Backing, Op, Opened, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram, Swapper,
-    SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate, UninitTile, UnitShape,
+    Backing, Op, OpenReport, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram,
+    Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate, UninitTile,
+    UnitShape,
 };
 
 /// Several tiles per unit, odd lengths, and one unit of a single tile.
@@ -161,7 +162,7 @@ pub(crate) fn all(byte: u8) -> impl FnMut(&mut [PartMut]) -> Result<(), SwapperE
 /// Opens a swapper, fills it if nothing was committed, and returns its step.
 pub(crate) fn open(
     settings: &SwapperSettings,
-) -> Result<(Swapper<u64>, Opened, u64), SwapperError> {
+) -> Result<(Swapper<u64>, OpenReport, u64), SwapperError> {
     let (mut swapper, opened) = Swapper::open(settings.clone(), workers())?;
     let step = match &opened.resumed {
         Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),

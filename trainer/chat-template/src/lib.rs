@@ -41,7 +41,7 @@ pub struct Template {
 
 /// What a template makes of its values.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Rendered {
+pub struct RenderedText {
     pub text: String,
     /// Bytes of the text that are in `{% generation %}` blocks.
     pub generated: Vec<Range<usize>>,
@@ -66,7 +66,7 @@ impl Template {
     ///
     /// # Errors
     /// The template raises an error, uses a value in a way that Python refuses, or does not end.
-    pub fn render(&self, values: &Map) -> Result<Rendered, Error> {
+    pub fn render(&self, values: &Map) -> Result<RenderedText, Error> {
         render::render(&self.body, values)
     }
 }

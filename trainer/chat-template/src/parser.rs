@@ -44,7 +44,7 @@ struct Parser {
     names: Vec<String>,
 }
 
-type Parsed<T> = Result<T, Error>;
+type ParseResult<T> = Result<T, Error>;
 
 impl Parser {
     fn peek(&mut self) -> Option<&TokenKind> {
@@ -60,11 +60,11 @@ impl Parser {
         Some(token.kind)
     }
 
-    fn fail<T>(&self, message: impl Into<String>) -> Parsed<T> {
+    fn fail<T>(&self, message: impl Into<String>) -> ParseResult<T> {
         Err(Error::new(message).at(self.line))
     }
 
-    fn unexpected<T>(&mut self, wanted: &str) -> Parsed<T> {
+    fn unexpected<T>(&mut self, wanted: &str) -> ParseResult<T> {
         let found = match self.next() {
             None => "the template ends".into(),
             Some(TokenKind::Name(name)) => format!("found \"{name}\""),
@@ -100,21 +100,21 @@ impl Parser {
         found
     }
 
-    fn expect_op(&mut self, op: &str) -> Parsed<()> {
+    fn expect_op(&mut self, op: &str) -> ParseResult<()> {
         match self.skip_op(op) {
             true => Ok(()),
             false => self.unexpected(&format!("\"{op}\"")),
         }
     }
 
-    fn expect_name(&mut self, name: &str) -> Parsed<()> {
+    fn expect_name(&mut self, name: &str) -> ParseResult<()> {
         match self.skip_name(name) {
             true => Ok(()),
             false => self.unexpected(&format!("\"{name}\"")),
         }
     }
 
-    fn name(&mut self) -> Parsed<String> {
+    fn name(&mut self) -> ParseResult<String> {
         match self.peek() {
             Some(TokenKind::Name(name)) => {
                 let name = name.clone();
@@ -125,7 +125,7 @@ impl Parser {
         }
     }
 
-    fn block_end(&mut self) -> Parsed<()> {
+    fn block_end(&mut self) -> ParseResult<()> {
         match self.peek() {
             Some(TokenKind::BlockEnd) => {
                 self.next();
@@ -136,7 +136,7 @@ impl Parser {
     }
 
     /// Runs `parse` one level deeper.
-    fn deeper<T>(&mut self, parse: impl FnOnce(&mut Self) -> Parsed<T>) -> Parsed<T> {
+    fn deeper<T>(&mut self, parse: impl FnOnce(&mut Self) -> ParseResult<T>) -> ParseResult<T> {
         if self.depth == DEPTH_MAX {
             return self.fail(format!("nested more than {DEPTH_MAX} deep"));
         }
@@ -147,7 +147,7 @@ impl Parser {
     }
 
     /// Parses statements up to a tag of `ends`, whose name is the next token then.
-    fn body(&mut self, ends: &[&str]) -> Parsed<Body> {
+    fn body(&mut self, ends: &[&str]) -> ParseResult<Body> {
         let mut body = Vec::new();
         loop {
             let Some(token) = self.next() else {
@@ -184,19 +184,19 @@ impl Parser {
     }
 
     /// Parses the body of a tag, and the name of its end.
-    fn body_until(&mut self, end: &str) -> Parsed<Body> {
+    fn body_until(&mut self, end: &str) -> ParseResult<Body> {
         self.begin_body()?;
         let body = self.body(&[end])?;
         self.next();
         Ok(body)
     }
 
-    fn begin_body(&mut self) -> Parsed<()> {
+    fn begin_body(&mut self) -> ParseResult<()> {
         self.skip_op(":");
         self.block_end()
     }
 
-    fn statement(&mut self, tag: &str) -> Parsed<Vec<Statement>> {
+    fn statement(&mut self, tag: &str) -> ParseResult<Vec<Statement>> {
         Ok(vec![match tag {
             "if" => self.conditions()?,
             "for" => self.for_loop()?,
@@ -247,7 +247,7 @@ impl Parser {
         }])
     }
 
-    fn conditions(&mut self) -> Parsed<Statement> {
+    fn conditions(&mut self) -> ParseResult<Statement> {
         let mut branches = Vec::new();
         loop {
             let condition = self.tuple_of(&[], false)?;
@@ -264,7 +264,7 @@ impl Parser {
         }
     }
 
-    fn for_loop(&mut self) -> Parsed<Statement> {
+    fn for_loop(&mut self) -> ParseResult<Statement> {
         let target = self.target(&["in"])?;
         self.expect_name("in")?;
         let items = self.tuple_of(&["recursive"], false)?;
@@ -291,7 +291,7 @@ impl Parser {
         })))
     }
 
-    fn set(&mut self) -> Parsed<Statement> {
+    fn set(&mut self) -> ParseResult<Statement> {
         let target = self.target(&[])?;
         if self.skip_op("=") {
             return Ok(Statement::Set(target, self.tuple(&[])?));
@@ -304,7 +304,7 @@ impl Parser {
         ))
     }
 
-    fn with(&mut self) -> Parsed<Statement> {
+    fn with(&mut self) -> ParseResult<Statement> {
         let mut values = Vec::new();
         while !self.is_op(":") && self.peek() != Some(&TokenKind::BlockEnd) {
             if !values.is_empty() {
@@ -318,7 +318,7 @@ impl Parser {
         Ok(Statement::With(values, self.body_until("endwith")?))
     }
 
-    fn call_block(&mut self) -> Parsed<Statement> {
+    fn call_block(&mut self) -> ParseResult<Statement> {
         let (mut caller, call) = match self.is_op("(") {
             true => self.signature("caller".into(), "endcall", false)?,
             false => {
@@ -340,7 +340,7 @@ impl Parser {
         name: String,
         end: &str,
         is_macro: bool,
-    ) -> Parsed<(Macro, Option<Expr>)> {
+    ) -> ParseResult<(Macro, Option<Expr>)> {
         self.expect_op("(")?;
         let mut params: Vec<(String, Option<Expr>)> = Vec::new();
         while !self.skip_op(")") {
@@ -366,7 +366,7 @@ impl Parser {
     }
 
     /// Parses the body of a macro. Also returns the names that it uses.
-    fn body_of_macro(&mut self, end: &str) -> Parsed<(Body, Vec<String>)> {
+    fn body_of_macro(&mut self, end: &str) -> ParseResult<(Body, Vec<String>)> {
         let outer = std::mem::take(&mut self.names);
         let loops = std::mem::take(&mut self.loops);
         let body = self.body_until(end)?;
@@ -377,7 +377,7 @@ impl Parser {
     }
 
     /// Parses what a statement assigns to.
-    fn target(&mut self, ends: &[&str]) -> Parsed<Target> {
+    fn target(&mut self, ends: &[&str]) -> ParseResult<Target> {
         let first = self.target_of_one()?;
         if !self.is_op(",") {
             return Ok(first);
@@ -392,7 +392,7 @@ impl Parser {
         Ok(Target::Tuple(targets))
     }
 
-    fn target_of_one(&mut self) -> Parsed<Target> {
+    fn target_of_one(&mut self) -> ParseResult<Target> {
         if self.skip_op("(") {
             let target = self.deeper(|parser| parser.target(&[]))?;
             self.expect_op(")")?;
@@ -411,11 +411,11 @@ impl Parser {
     }
 
     /// Parses an expression, or several with commas between them.
-    fn tuple(&mut self, ends: &[&str]) -> Parsed<Expr> {
+    fn tuple(&mut self, ends: &[&str]) -> ParseResult<Expr> {
         self.tuple_of(ends, true)
     }
 
-    fn tuple_of(&mut self, ends: &[&str], conditional: bool) -> Parsed<Expr> {
+    fn tuple_of(&mut self, ends: &[&str], conditional: bool) -> ParseResult<Expr> {
         let mut items = Vec::new();
         loop {
             if self.is_tuple_end(ends) && !items.is_empty() {
@@ -444,7 +444,7 @@ impl Parser {
         }
     }
 
-    fn expression(&mut self) -> Parsed<Expr> {
+    fn expression(&mut self) -> ParseResult<Expr> {
         self.deeper(|parser| {
             let mut value = parser.or()?;
             while parser.skip_name("if") {
@@ -459,7 +459,7 @@ impl Parser {
         })
     }
 
-    fn or(&mut self) -> Parsed<Expr> {
+    fn or(&mut self) -> ParseResult<Expr> {
         let mut left = self.and()?;
         while self.skip_name("or") {
             left = Expr::Or(Box::new(left), Box::new(self.and()?));
@@ -467,7 +467,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn and(&mut self) -> Parsed<Expr> {
+    fn and(&mut self) -> ParseResult<Expr> {
         let mut left = self.not()?;
         while self.skip_name("and") {
             left = Expr::And(Box::new(left), Box::new(self.not()?));
@@ -475,7 +475,7 @@ impl Parser {
         Ok(left)
     }
 
-    fn not(&mut self) -> Parsed<Expr> {
+    fn not(&mut self) -> ParseResult<Expr> {
         if self.skip_name("not") {
             let value = self.deeper(Self::not)?;
             return Ok(Expr::Not(Box::new(value)));
@@ -483,7 +483,7 @@ impl Parser {
         self.compare()
     }
 
-    fn compare(&mut self) -> Parsed<Expr> {
+    fn compare(&mut self) -> ParseResult<Expr> {
         let left = self.sum()?;
         let mut others = Vec::new();
         loop {
@@ -515,8 +515,8 @@ impl Parser {
     fn binary(
         &mut self,
         operators: &[&'static str],
-        operand: impl Fn(&mut Self) -> Parsed<Expr>,
-    ) -> Parsed<Expr> {
+        operand: impl Fn(&mut Self) -> ParseResult<Expr>,
+    ) -> ParseResult<Expr> {
         let mut left = operand(self)?;
         while let Some(op) = operators.iter().find(|op| self.is_op(op)) {
             self.next();
@@ -525,11 +525,11 @@ impl Parser {
         Ok(left)
     }
 
-    fn sum(&mut self) -> Parsed<Expr> {
+    fn sum(&mut self) -> ParseResult<Expr> {
         self.binary(&["+", "-"], Self::concat)
     }
 
-    fn concat(&mut self) -> Parsed<Expr> {
+    fn concat(&mut self) -> ParseResult<Expr> {
         let first = self.product()?;
         if !self.is_op("~") {
             return Ok(first);
@@ -541,13 +541,13 @@ impl Parser {
         Ok(Expr::Concat(parts))
     }
 
-    fn product(&mut self) -> Parsed<Expr> {
+    fn product(&mut self) -> ParseResult<Expr> {
         self.binary(&["*", "/", "//", "%"], |parser| {
             parser.binary(&["**"], |parser| parser.unary(true))
         })
     }
 
-    fn unary(&mut self, with_filter: bool) -> Parsed<Expr> {
+    fn unary(&mut self, with_filter: bool) -> ParseResult<Expr> {
         let value = if self.skip_op("-") {
             Expr::Neg(Box::new(self.deeper(|parser| parser.unary(false))?))
         } else if self.skip_op("+") {
@@ -562,7 +562,7 @@ impl Parser {
         }
     }
 
-    fn primary(&mut self) -> Parsed<Expr> {
+    fn primary(&mut self) -> ParseResult<Expr> {
         match self.peek() {
             Some(
                 TokenKind::Name(_) | TokenKind::Str(_) | TokenKind::Int(_) | TokenKind::Float(_),
@@ -610,8 +610,8 @@ impl Parser {
     fn elements<T>(
         &mut self,
         end: &str,
-        element: impl Fn(&mut Self) -> Parsed<T>,
-    ) -> Parsed<Vec<T>> {
+        element: impl Fn(&mut Self) -> ParseResult<T>,
+    ) -> ParseResult<Vec<T>> {
         let mut elements = Vec::new();
         while !self.skip_op(end) {
             if !elements.is_empty() {
@@ -625,7 +625,7 @@ impl Parser {
         Ok(elements)
     }
 
-    fn postfix(&mut self, mut value: Expr) -> Parsed<Expr> {
+    fn postfix(&mut self, mut value: Expr) -> ParseResult<Expr> {
         loop {
             value = if self.skip_op(".") {
                 match self.next() {
@@ -645,8 +645,8 @@ impl Parser {
         }
     }
 
-    fn subscript(&mut self, value: Expr) -> Parsed<Expr> {
-        let part = |parser: &mut Self| -> Parsed<Option<Box<Expr>>> {
+    fn subscript(&mut self, value: Expr) -> ParseResult<Expr> {
+        let part = |parser: &mut Self| -> ParseResult<Option<Box<Expr>>> {
             match parser.is_op(":") || parser.is_op("]") {
                 true => Ok(None),
                 false => Ok(Some(Box::new(parser.expression()?))),
@@ -678,7 +678,7 @@ impl Parser {
     }
 
     /// Parses filters, tests and calls behind an expression.
-    fn filtered(&mut self, mut value: Expr) -> Parsed<Expr> {
+    fn filtered(&mut self, mut value: Expr) -> ParseResult<Expr> {
         loop {
             value = if self.skip_op("|") {
                 let filter = self.filter()?;
@@ -693,7 +693,7 @@ impl Parser {
         }
     }
 
-    fn filters(&mut self) -> Parsed<Vec<Filter>> {
+    fn filters(&mut self) -> ParseResult<Vec<Filter>> {
         let mut filters = Vec::new();
         while self.skip_op("|") {
             filters.push(self.filter()?);
@@ -701,7 +701,7 @@ impl Parser {
         Ok(filters)
     }
 
-    fn filter(&mut self) -> Parsed<Filter> {
+    fn filter(&mut self) -> ParseResult<Filter> {
         let mut name = self.name()?;
         while self.skip_op(".") {
             name = format!("{name}.{}", self.name()?);
@@ -713,7 +713,7 @@ impl Parser {
         Ok(Filter { name, args })
     }
 
-    fn test(&mut self, value: Expr) -> Parsed<Expr> {
+    fn test(&mut self, value: Expr) -> ParseResult<Expr> {
         let negated = self.skip_name("not");
         let name = self.name()?;
         let args = if self.is_op("(") {
@@ -742,7 +742,7 @@ impl Parser {
         Ok(Expr::Test(Box::new(value), Filter { name, args }, negated))
     }
 
-    fn args(&mut self) -> Parsed<Args> {
+    fn args(&mut self) -> ParseResult<Args> {
         self.deeper(|parser| {
             parser.expect_op("(")?;
             let mut args = Args::default();

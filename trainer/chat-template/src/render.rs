@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use crate::args::Arguments;
 use crate::ast::{Body, Expr, For, Macro, Node, Statement, Target};
 use crate::object::{Loop, Object, lock};
-use crate::{Error, Map, Rendered, Value, python};
+use crate::{Error, Map, RenderedText, Value, python};
 
 /// Statements and expressions of one rendering; a template that needs more is taken for endless.
 const STEPS_MAX: u64 = if cfg!(test) { 10_000 } else { 20_000_000 };
@@ -89,7 +89,7 @@ pub(crate) struct Renderer {
     calls: Cell<usize>,
 }
 
-pub(crate) fn render(body: &Body, values: &Map) -> Result<Rendered, Error> {
+pub(crate) fn render(body: &Body, values: &Map) -> Result<RenderedText, Error> {
     let root = Arc::new(Scope {
         variables: Mutex::default(),
         parent: None,
@@ -104,7 +104,7 @@ pub(crate) fn render(body: &Body, values: &Map) -> Result<Rendered, Error> {
     };
     let mut output = Output::default();
     renderer.body(body, &root, &mut output)?;
-    Ok(Rendered {
+    Ok(RenderedText {
         text: output.text,
         generated: output.generated,
     })

@@ -30,8 +30,8 @@ use kernels::reduce::GradType;
 use pyo3::prelude::*;
 use swapper::{ArenaMemory, SwapperError};
 
-use crate::open::{Format, ParamPlan, Updated};
-use crate::{Core, Error, Held, failed, memory};
+use crate::open::{Format, ParamPlan, UpdateFormat};
+use crate::{Core, Error, OpenRun, failed, memory};
 
 /// After so long a waiting thread looks for signals.
 const SLICE: Duration = Duration::from_millis(100);
@@ -70,7 +70,7 @@ pub(crate) fn gpu_failed(error: GpuError) -> PyErr {
     Error::new_err(error.to_string())
 }
 
-type Job = Box<dyn FnOnce(&mut Held) -> Result<(), MoveError> + Send>;
+type Job = Box<dyn FnOnce(&mut OpenRun) -> Result<(), MoveError> + Send>;
 
 /// A unit on its way to the GPU.
 #[derive(Clone)]
@@ -148,7 +148,7 @@ impl Board {
 }
 
 impl Mover {
-    pub(crate) fn start(held: Arc<Mutex<Option<Held>>>) -> std::io::Result<Self> {
+    pub(crate) fn start(held: Arc<Mutex<Option<OpenRun>>>) -> std::io::Result<Self> {
         let (jobs, coming) = channel::<Job>();
         let board = Arc::<Board>::default();
         let progress = board.clone();
@@ -182,7 +182,7 @@ impl Mover {
     /// Enqueues a job.
     pub(crate) fn post(
         &self,
-        job: impl FnOnce(&mut Held) -> Result<(), MoveError> + Send + 'static,
+        job: impl FnOnce(&mut OpenRun) -> Result<(), MoveError> + Send + 'static,
     ) {
         self.board.lock().jobs += 1;
         // The thread ends only after the sender.
@@ -498,7 +498,7 @@ impl GpuMover {
         address: usize,
         stream: usize,
     ) -> PyResult<()> {
-        let Some(Updated { grads, .. }) = self.units[unit].format.update else {
+        let Some(UpdateFormat { grads, .. }) = self.units[unit].format.update else {
             return Err(Error::new_err(format!("unit {unit} is not trained")));
         };
         let from = self.buffer(unit, address, grads.elem_bytes());

@@ -35,12 +35,12 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 use crate::errors::{Error, Signals, failed};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
-use crate::open::{Format, ParamPlan, Plan, Updated, open, start_daemon};
+use crate::open::{Format, ParamPlan, Plan, UpdateFormat, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
 
 /// A run's tiles, and the daemon that has them where it is this run's own.
-struct Held {
+struct OpenRun {
     swapper: Swapper<StepHyper>,
     plan: Plan,
     formats: Vec<Format>,
@@ -53,7 +53,7 @@ struct Held {
     _daemon: Option<PrivateDaemon>,
 }
 
-impl Held {
+impl OpenRun {
     /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`. Every core writes some of them:
     /// the first content of host memory costs a page fault for every 4 KiB.
     fn write(
@@ -90,7 +90,7 @@ impl Held {
         unit: usize,
         mut change: impl FnMut(GradType, &Range<u64>, &mut [u8]),
     ) -> Result<Vec<f64>, SwapperError> {
-        let Some(Updated { grads, .. }) = self.formats[unit].update else {
+        let Some(UpdateFormat { grads, .. }) = self.formats[unit].update else {
             return Err(SwapperError::Program {
                 what: format!("unit {unit} is not trained and takes no gradients"),
             });
@@ -153,7 +153,7 @@ impl Daemon {
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
 #[pyclass(frozen)]
 struct Core {
-    held: Arc<Mutex<Option<Held>>>,
+    held: Arc<Mutex<Option<OpenRun>>>,
     /// Set while a GPU computes; other calls wait until its jobs have ended.
     mover: MoverCell,
     /// The process that opened the run. A fork of it shares the daemon's memory and has none of the threads.
@@ -169,7 +169,7 @@ struct Core {
 }
 
 impl Core {
-    fn lock(&self) -> MutexGuard<'_, Option<Held>> {
+    fn lock(&self) -> MutexGuard<'_, Option<OpenRun>> {
         self.held
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
@@ -183,7 +183,7 @@ impl Core {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl Send + FnOnce(&mut Held) -> Result<T, SwapperError>,
+        call: impl Send + FnOnce(&mut OpenRun) -> Result<T, SwapperError>,
     ) -> PyResult<T> {
         self.with_any(py, |held| {
             call(held).map_err(|error| self.signals.exception(error))
@@ -194,7 +194,7 @@ impl Core {
     fn with_any<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl Send + FnOnce(&mut Held) -> PyResult<T>,
+        call: impl Send + FnOnce(&mut OpenRun) -> PyResult<T>,
     ) -> PyResult<T> {
         if self.is_forked() {
             return Err(Error::new_err(
@@ -368,7 +368,7 @@ impl Core {
 
     /// Announces what comes next, as (whether gradients come, unit); gradients of the present step stay.
     fn announce(&self, py: Python<'_>, ops: Vec<(bool, usize)>) -> PyResult<()> {
-        let announce = move |held: &mut Held| held.swapper.begin_pass(program(&ops)?);
+        let announce = move |held: &mut OpenRun| held.swapper.begin_pass(program(&ops)?);
         match self.mover.get() {
             Some(mover) => {
                 mover.post(move |held| Ok(announce(held)?));

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Nodes, Opened, Optimizer, Schedule, Staging, StepIo, StoreSettings,
+    Backing, Durability, Nodes, OpenReport, Optimizer, Schedule, Staging, StepIo, StoreSettings,
     Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
@@ -21,7 +21,7 @@ use training_state::run::{RunId, resolved};
 use training_state::store::{self, OtherJob, StoreFiles, device_file_bytes, other_job};
 use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
-use crate::Held;
+use crate::OpenRun;
 use crate::errors::{BEGIN_ANEW, Error, failed, no_store, refused};
 use crate::gpu::gpu_failed;
 use crate::nodes::Mailbox;
@@ -119,12 +119,12 @@ impl RunOptimizer {
 #[derive(Clone, Copy)]
 pub(crate) struct Format {
     pub(crate) param_bytes: usize,
-    pub(crate) update: Option<Updated>,
+    pub(crate) update: Option<UpdateFormat>,
 }
 
 /// How a trained unit's masters and gradients are stored.
 #[derive(Clone, Copy)]
-pub(crate) struct Updated {
+pub(crate) struct UpdateFormat {
     pub(crate) format: TileFormat,
     pub(crate) grads: GradType,
 }
@@ -142,7 +142,7 @@ impl UnitPlan {
                 true => master.grad_type(),
                 false => GradType::Fp32,
             };
-            Some(Updated { format, grads })
+            Some(UpdateFormat { format, grads })
         } else {
             None
         };
@@ -185,7 +185,7 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
     let update = format.update;
     UnitShape {
         elems,
-        tile_bytes: update.map_or(not_trained, |Updated { format, grads }| {
+        tile_bytes: update.map_or(not_trained, |UpdateFormat { format, grads }| {
             tile_bytes(format, grads.elem_bytes())
         }),
         trained: update.is_some(),
@@ -360,7 +360,7 @@ pub(crate) fn open(
     socket: Option<PathBuf>,
     daemon: Option<PrivateDaemon>,
     exchange: Option<Arc<Mailbox>>,
-) -> PyResult<(Held, Opened)> {
+) -> PyResult<(OpenRun, OpenReport)> {
     let formats = plan.formats()?;
     let mut settings = swapper_settings(&plan)?;
     if plan.has_store() {
@@ -392,7 +392,7 @@ pub(crate) fn open(
         // Without the file a later plan assumes rates.
         let _ = measured.write(&plan.run_dir);
     }
-    let held = Held {
+    let held = OpenRun {
         reporter: Reporter::new(&settings, bytes, &opened),
         clock: Clock::new(),
         io: StepIo::default(),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use pyo3::prelude::*;
-use swapper::{Opened, Schedule, StepBytes, StepIo, StepRates, SwapperSettings, bound};
+use swapper::{OpenReport, Schedule, StepBytes, StepIo, StepRates, SwapperSettings, bound};
 use training_state::metrics::{MetricsFile, StepMetrics};
 use training_state::monitor::{Monitors, Reports};
 
@@ -106,7 +106,7 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
-    pub(crate) fn new(settings: &SwapperSettings, bytes: StepBytes, opened: &Opened) -> Self {
+    pub(crate) fn new(settings: &SwapperSettings, bytes: StepBytes, opened: &OpenReport) -> Self {
         Self {
             schedule: settings.schedule,
             bytes,

@@ -12,7 +12,7 @@ use kernels::reduce::GradType;
 use swapper::{TileRange, UninitTile};
 use training_state::update::{Scalars, TileStep, parts, rounding};
 
-use crate::open::{Format, ParamPlan, Updated};
+use crate::open::{Format, ParamPlan, UpdateFormat};
 
 /// Seed of the rounding of moments and masters in bf16. Runs need not differ in it.
 const SEED: u64 = 0;
@@ -55,7 +55,7 @@ pub(crate) struct ByParam {
 impl Scalars<StepHyper> for ByParam {
     fn of_tile(&self, range: &TileRange, step: &StepHyper) -> TileStep {
         let (format, params) = &self.units[range.unit];
-        let Updated { format, grads } = format.update.expect("only trained units are updated");
+        let UpdateFormat { format, grads } = format.update.expect("only trained units are updated");
         let of_param = |(within, index): (_, &usize)| {
             let rounding = rounding(SEED, range);
             let hyper = step.0[*index]?;
@@ -74,7 +74,7 @@ impl ByParam {
     pub(crate) fn gpu_bytes(&self, tile_elems: usize) -> usize {
         let updated = self.units.iter().filter_map(|(format, _)| format.update);
         let bytes =
-            |Updated { format, grads }| TileUpdater::device_bytes(format, grads, tile_elems);
+            |UpdateFormat { format, grads }| TileUpdater::device_bytes(format, grads, tile_elems);
         updated.map(bytes).max().unwrap_or(0)
     }
 }
@@ -82,7 +82,7 @@ impl ByParam {
 /// Gives a tile its first content: the parameters `from`, masters that equal them, and moments of zero.
 pub(crate) fn init(format: &Format, from: &[u8], tile: &mut UninitTile<'_>) {
     match format.update {
-        Some(Updated { format, .. }) => {
+        Some(UpdateFormat { format, .. }) => {
             // A state may be longer than its format needs.
             tile.state.fill(0);
             init_tile(
@@ -113,7 +113,7 @@ pub(crate) fn rewrite(
 /// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes; those that the rule does not have are empty.
 pub(crate) fn read_state(format: &Format, param: &[u8], state: &[u8]) -> [Vec<u8>; 3] {
     let param_bytes = format.param_bytes;
-    let Updated { format, .. } = format.update.expect("only trained units have state");
+    let UpdateFormat { format, .. } = format.update.expect("only trained units have state");
     let mut whole = vec![0.0; param.len() / param_bytes];
     read_masters(format, param, state, &mut whole);
     let [_, momentum, variance] = state_planes(format, whole.len());
@@ -137,7 +137,7 @@ pub(crate) fn rewrite_masters(
     tile: &mut UninitTile<'_>,
 ) {
     let elems = tile.param.len() / format.param_bytes;
-    let Updated { format, .. } = format.update.expect("only trained units are rewritten");
+    let UpdateFormat { format, .. } = format.update.expect("only trained units are rewritten");
     let mut kept = vec![0.0; elems];
     read_masters(format, tile.param, tile.state, &mut kept);
     for (within, _) in parts(&tile.range.elems, params) {
@@ -160,7 +160,7 @@ pub(crate) fn rewrite_moments(
     tile: &mut UninitTile<'_>,
 ) {
     let elems = tile.param.len() / format.param_bytes;
-    let Updated { format, .. } = format.update.expect("only trained units are rewritten");
+    let UpdateFormat { format, .. } = format.update.expect("only trained units are rewritten");
     let [_, momentum, variance] = state_planes(format, elems);
     // Lion has no variance, and Muon's tiles have no moments.
     let planes = [momentum, variance].into_iter().zip(new);

@@ -20,7 +20,9 @@ mod timeouts;
 mod world;
 
 pub use error::CollectiveError;
-pub use heartbeat::{BEAT_BYTES, Beat, DirHeartbeatStore, Heartbeat, HeartbeatStore, Seen};
+pub use heartbeat::{
+    BEAT_BYTES, Beat, DirHeartbeatStore, Heartbeat, HeartbeatStore, LastHeartbeat,
+};
 pub use job_token::{JobToken, TOKEN_VARIABLE};
 pub use rendezvous::{DIR_VARIABLE, Rendezvous, key_prefix, listen};
 pub use timeouts::Timeouts;

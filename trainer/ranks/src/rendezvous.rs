@@ -4,7 +4,7 @@ use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 
 use super::job_token::JobToken;
-use super::starter::Started;
+use super::starter::Starter;
 use super::world::{lossy, number};
 use super::{CollectiveError, World};
 
@@ -71,9 +71,9 @@ impl Rendezvous {
                 problem: problem.to_owned(),
             });
         }
-        let started = Started::from_variables(get)?;
+        let started = Starter::from_variables(get)?;
         let step = match &started {
-            Started::Slurm(step) => Some(step),
+            Starter::Slurm(step) => Some(step),
             _ => None,
         };
         let host = get("MASTER_ADDR").or_else(|| Some(step?.first_node.clone()));

@@ -22,35 +22,35 @@ const OPEN_MPI: Names = Names {
 
 /// The program whose variables describe this process. The programs that users start inside another one come first: torchrun
 /// and mpirun run inside Slurm's steps.
-pub(super) enum Started {
+pub(super) enum Starter {
     Torchrun,
     OpenMpi,
     Slurm(Step),
     Alone,
 }
 
-impl Started {
+impl Starter {
     pub(super) fn from_variables(
         get: &mut dyn FnMut(&str) -> Option<String>,
-    ) -> Result<Started, CollectiveError> {
+    ) -> Result<Starter, CollectiveError> {
         let mut any = |names: &Names| get(names.rank).is_some() || get(names.ranks).is_some();
         if any(&TORCHRUN) {
-            Ok(Started::Torchrun)
+            Ok(Starter::Torchrun)
         } else if any(&OPEN_MPI) {
-            Ok(Started::OpenMpi)
+            Ok(Starter::OpenMpi)
         } else {
-            Ok(Step::from_variables(get)?.map_or(Started::Alone, Started::Slurm))
+            Ok(Step::from_variables(get)?.map_or(Starter::Alone, Starter::Slurm))
         }
     }
 
     /// How to get a variable that is missing from the rendezvous.
     pub(super) fn help(&self) -> &'static str {
         match self {
-            Started::OpenMpi => {
+            Starter::OpenMpi => {
                 "mpirun does not say where its processes meet; give it -x MASTER_ADDR=HOST -x MASTER_PORT=29500 with the first node as HOST"
             }
-            Started::Slurm(_) => slurm::HELP,
-            Started::Torchrun | Started::Alone => TORCHRUN.help,
+            Starter::Slurm(_) => slurm::HELP,
+            Starter::Torchrun | Starter::Alone => TORCHRUN.help,
         }
     }
 }
@@ -70,11 +70,11 @@ impl World {
     pub fn from_variables(
         get: &mut dyn FnMut(&str) -> Option<String>,
     ) -> Result<World, CollectiveError> {
-        match Started::from_variables(get)? {
-            Started::Torchrun => World::numbered(&TORCHRUN, get),
-            Started::OpenMpi => World::numbered(&OPEN_MPI, get),
-            Started::Slurm(step) => Ok(step.world),
-            Started::Alone => Ok(World::ALONE),
+        match Starter::from_variables(get)? {
+            Starter::Torchrun => World::numbered(&TORCHRUN, get),
+            Starter::OpenMpi => World::numbered(&OPEN_MPI, get),
+            Starter::Slurm(step) => Ok(step.world),
+            Starter::Alone => Ok(World::ALONE),
         }
     }
 

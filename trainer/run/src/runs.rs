@@ -6,7 +6,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::{ApproxBytes, CountOf};
 use serde::{Serialize, Serializer};
 
 use crate::evaluations::Evaluations;
@@ -453,7 +453,7 @@ impl fmt::Display for RunsList {
         write!(
             f,
             "{}, {} on disk",
-            Counted(self.runs.len() as u64, "run"),
+            CountOf(self.runs.len() as u64, "run"),
             ApproxBytes(bytes)
         )
     }

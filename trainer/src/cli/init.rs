@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use offload_support::outln;
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use serde_json::Value;
 use training_run::AskTorch;
 use training_run::config::{RunSettings, check};
@@ -382,7 +382,7 @@ seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
             model = quoted(&self.args.model),
             data = list(&self.args.data),
             seq_len = self.seq_len,
-            epoch_steps = Counted(self.epoch_steps, "step"),
+            epoch_steps = CountOf(self.epoch_steps, "step"),
             run_dir = quoted(&Path::new("runs").join(&self.name)),
         );
         with_sets(text, &self.args.sets)

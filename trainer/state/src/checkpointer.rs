@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::{ApproxBytes, CountOf};
 use serde_json::Value;
 use test_hooks::kill_point::{Point, reach};
 
@@ -66,7 +66,7 @@ pub struct CheckpointerParts {
 
 /// Checkpoints that failed while training went on.
 #[derive(Debug, thiserror::Error)]
-#[error("{} could not be made; the first error: {first}", Counted(*count, "checkpoint"))]
+#[error("{} could not be made; the first error: {first}", CountOf(*count, "checkpoint"))]
 pub struct CheckpointsFailed {
     count: u64,
     first: String,

@@ -1,7 +1,7 @@
 //! Heartbeats in a TCP store, for runs over several nodes or under torchrun. A dead rank is detected by its silence.
 
 use super::gloo::Store;
-use training_ranks::{BEAT_BYTES, Beat, CollectiveError, HeartbeatStore, Seen};
+use training_ranks::{BEAT_BYTES, Beat, CollectiveError, HeartbeatStore, LastHeartbeat};
 
 /// Heartbeats as keys of a store, over a connection of their own.
 pub(crate) struct TcpHeartbeatStore {
@@ -30,11 +30,11 @@ impl HeartbeatStore for TcpHeartbeatStore {
         self.store.set(&key(self.rank), &beat.encode())
     }
 
-    fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError> {
+    fn read(&mut self, rank: u32) -> Result<LastHeartbeat, CollectiveError> {
         let mut bytes = [0; BEAT_BYTES];
         Ok(match self.store.get(&key(rank), &mut bytes)? {
-            None => Seen::Nothing,
-            Some(count) => Seen::Beat(bytes.get(..count).and_then(Beat::decode)),
+            None => LastHeartbeat::Nothing,
+            Some(count) => LastHeartbeat::Beat(bytes.get(..count).and_then(Beat::decode)),
         })
     }
 }

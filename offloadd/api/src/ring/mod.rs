@@ -28,7 +28,7 @@ mod map;
 mod sides;
 
 pub use map::{RING_ENTRIES_MAX, RingMap, ring_bytes};
-pub use sides::{DaemonRings, ProcessRings, Reached};
+pub use sides::{DaemonRings, ProcessRings, RingPositions};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

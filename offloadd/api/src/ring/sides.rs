@@ -11,7 +11,7 @@ use super::{RingError, RingHeader};
 
 /// Indices that the daemon writes, as recorded by the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reached {
+pub struct RingPositions {
     /// Submissions taken.
     pub submission_head: u32,
     /// Completions put.
@@ -37,7 +37,7 @@ impl DaemonRings {
     }
 
     /// Continues on the map of a previous daemon.
-    pub fn resume(map: RingMap, reached: Reached) -> Self {
+    pub fn resume(map: RingMap, reached: RingPositions) -> Self {
         Self {
             map,
             submissions: Consumer::at(reached.submission_head),
@@ -46,8 +46,8 @@ impl DaemonRings {
     }
 
     /// Indices reached so far.
-    pub fn reached(&self) -> Reached {
-        Reached {
+    pub fn reached(&self) -> RingPositions {
+        RingPositions {
             submission_head: self.submissions.index(),
             completion_tail: self.completions.index(),
         }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use offload_support::outln;
-use offloadd::calibrate::{Calibrated, calibrate};
+use offloadd::calibrate::{Calibration, calibrate};
 use offloadd::config::Config;
 use offloadd::store::format::MeasuredRates;
 
@@ -22,7 +22,7 @@ pub(super) fn served(daemon: &Daemon) -> Result<()> {
 
 pub(super) fn unserved(config: &Config, path: &Path) -> Result<()> {
     let devices = open_all(config)?;
-    let Calibrated { before, now } = calibrate(&devices, &utf8(path)?, config.engine)?;
+    let Calibration { before, now } = calibrate(&devices, &utf8(path)?, config.engine)?;
     outln!("{}", path.display());
     outln!("  before  {}", text(before));
     outln!("  now     {}", text(now));

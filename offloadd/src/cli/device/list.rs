@@ -20,7 +20,7 @@ use crate::cli::open_all;
 /// Time between the two snapshots that give the rate of moving tiles.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-pub(super) struct Line {
+pub(super) struct DeviceLine {
     state: DeviceState,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
@@ -32,7 +32,7 @@ pub(super) struct Line {
     rebalance_bytes_per_s_max: Option<u64>,
 }
 
-impl Line {
+impl DeviceLine {
     fn time_left(&self) -> Option<Duration> {
         // With a limit, tiles may move in one batch every few seconds, so a single interval can show too high a rate.
         let rates = [self.moving_bytes_per_s, self.rebalance_bytes_per_s_max];
@@ -41,7 +41,7 @@ impl Line {
     }
 }
 
-pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
+pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<DeviceLine>> {
     let mut before = daemon.snapshot().await?;
     let settled = |d: &DeviceState| matches!(d.status.phase, None | Some(Phase::Settled));
     let moving = before.devices.iter().any(|view| !settled(&view.state));
@@ -55,7 +55,7 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
     let lines = lines.map(|(index, view)| {
         let earlier = (before.devices.get(index)).map(|d| d.state.status.left_bytes);
         let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.status.left_bytes));
-        Line {
+        DeviceLine {
             moving_bytes_per_s: moved_bytes
                 .filter(|_| seconds > 0.0)
                 .map(|bytes| (bytes as f64 / seconds) as u64),
@@ -71,7 +71,7 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
 }
 
 /// Reads the devices of a store that no daemon serves.
-pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
+pub(super) fn lines_unserved(config: &Config) -> Result<Vec<DeviceLine>> {
     let opened = open_all(config)?;
     let store = recover::read(&mut DeviceBlocks(&opened))?;
     for foreign_device in &store.foreign_devices {
@@ -82,7 +82,7 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
     // No session has this epoch.
     let core = Core::new(store, Epoch(1), config.limits());
     let lines = core.device_states().into_iter().zip(wear);
-    let lines = lines.map(|(state, wear)| Line {
+    let lines = lines.map(|(state, wear)| DeviceLine {
         worn_bytes: wear.before.written_bytes,
         rated_bytes: ratings.rated_bytes(&state.path),
         trouble: None,
@@ -94,7 +94,7 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
     Ok(lines.collect())
 }
 
-pub(super) fn table(lines: &[Line]) -> String {
+pub(super) fn table(lines: &[DeviceLine]) -> String {
     let mut text = format!(
         "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {:>10}  path\n",
         "device", "state", "data", "free", "written", "to move"
@@ -140,7 +140,7 @@ pub(super) fn table(lines: &[Line]) -> String {
     text
 }
 
-pub(super) fn to_json(lines: &[Line]) -> Value {
+pub(super) fn to_json(lines: &[DeviceLine]) -> Value {
     let devices = lines.iter().map(|line| {
         let DeviceState {
             path,

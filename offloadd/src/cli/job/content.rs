@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::Result;
 use offload_api::proto;
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::{ApproxBytes, CountOf};
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::store::content::JobContent;
 use offloadd::store::recover;
@@ -61,7 +61,7 @@ fn durability_name(durability: i32) -> &'static str {
 pub(super) fn text(job: &proto::JobContent) -> String {
     let kinds = job.kinds.iter().map(|kind| {
         let (bytes, name) = (ApproxBytes(kind.bytes), kind_name(kind.kind));
-        format!("{bytes} {name} in {}", Counted(kind.tile_count, "tile"))
+        format!("{bytes} {name} in {}", CountOf(kind.tile_count, "tile"))
     });
     let mut text = format!(
         "{} (uid {}): {}; {} reserved, durability {}, {}\n",
@@ -70,7 +70,7 @@ pub(super) fn text(job: &proto::JobContent) -> String {
         kinds.collect::<Vec<_>>().join(", "),
         ApproxBytes(job.reserved_bytes),
         durability_name(job.durability),
-        Counted(job.nodes, "node")
+        CountOf(job.nodes, "node")
     );
     for record in &job.unreadable {
         let _ = writeln!(
@@ -90,9 +90,9 @@ pub(super) fn text(job: &proto::JobContent) -> String {
             generation.generation,
             state(generation),
             steps(&generation.ranks),
-            Counted(generation.ranks.len(), "rank"),
+            CountOf(generation.ranks.len(), "rank"),
             ApproxBytes(generation.bytes),
-            Counted(generation.tile_count, "tile"),
+            CountOf(generation.tile_count, "tile"),
             ApproxBytes(generation.new_bytes)
         );
     }

@@ -27,14 +27,14 @@ pub(super) fn before_of_job<'a>(
     jobs.find(|other| other.state.uid == job.state.uid && other.state.job == job.state.job)
 }
 
-pub(super) struct Moved {
+pub(super) struct TransferRates {
     pub(super) read_bytes_per_s: f64,
     pub(super) written_bytes_per_s: f64,
     pub(super) read: Latencies,
     pub(super) written: Latencies,
 }
 
-impl Moved {
+impl TransferRates {
     pub(super) fn bytes_per_s(&self) -> f64 {
         self.read_bytes_per_s + self.written_bytes_per_s
     }

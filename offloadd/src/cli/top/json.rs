@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use offloadd::metrics::samples::{self, Numbered, Sample, Value as Number};
+use offloadd::metrics::samples::{self, Sample, SampleOwner, Value as Number};
 use offloadd::metrics::{Counts, Latencies, Snapshot, Traffic};
 use serde_json::{Value, json};
 
-use super::between::{Moved, before_of_device, before_of_job, continued};
+use super::between::{TransferRates, before_of_device, before_of_job, continued};
 use super::table::blocked_on;
 use super::users;
 
@@ -14,7 +14,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
     let (before, seconds) = continued(before, now);
     let devices = now.devices.iter().map(|device| {
         let earlier = before_of_device(before, device);
-        let moved = Moved::between(earlier.map(|d| &d.counts), &device.counts, seconds);
+        let moved = TransferRates::between(earlier.map(|d| &d.counts), &device.counts, seconds);
         let mut value = moved.json(&device.counts);
         let busy = device
             .busy
@@ -34,7 +34,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
     let users = users::users(before, now, seconds);
     let jobs = now.jobs.iter().map(|job| {
         let earlier = before_of_job(before, job);
-        let moved = Moved::between(earlier.map(|j| &j.counts), &job.counts, seconds);
+        let moved = TransferRates::between(earlier.map(|j| &j.counts), &job.counts, seconds);
         let mut value = moved.json(&job.counts);
         let state = &job.state;
         let more = json!({
@@ -67,7 +67,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
 }
 
 /// Numbers of a device, a job or the daemon, by name; `null` if unknown.
-fn numbers<T: Numbered>(samples: &[Sample<T>], of: &T) -> Value {
+fn numbers<T: SampleOwner>(samples: &[Sample<T>], of: &T) -> Value {
     let printed = samples.iter().filter(|sample| sample.in_json);
     let numbers = printed.map(|sample| {
         let value = match (sample.value)(of) {
@@ -86,7 +86,7 @@ fn path_of(now: &Snapshot, number: u32) -> Option<&str> {
     found.map(|state| state.path.as_str())
 }
 
-impl Moved {
+impl TransferRates {
     fn json(&self, counts: &Counts) -> Value {
         json!({
             "read_bytes_per_s": self.read_bytes_per_s,

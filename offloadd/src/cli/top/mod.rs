@@ -29,7 +29,7 @@ const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
 #[derive(Args)]
-pub(crate) struct Options {
+pub(crate) struct TopOptions {
     #[command(flatten)]
     store: WhichStore,
     /// Print one table and exit
@@ -51,7 +51,7 @@ fn interval(text: &str) -> Result<Duration, String> {
     }
 }
 
-pub(crate) fn run(options: Options) -> Result<()> {
+pub(crate) fn run(options: TopOptions) -> Result<()> {
     let socket = options.store.socket()?;
     runtime()?.block_on(async {
         let mut daemon = Daemon::connect(&socket).await?;
@@ -97,7 +97,7 @@ async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
     ];
     let mut stop = signal(SignalKind::from_raw(Signal::TSTP.as_raw()))?;
     let mut resized = signal(SignalKind::window_change())?;
-    let mut shown = Shown::Snapshots(Box::new((before.clone(), before.clone())));
+    let mut shown = TopContent::Snapshots(Box::new((before.clone(), before.clone())));
     let mut tick = tokio::time::interval(interval);
     // The first tick is immediate: it shows the counters, without rates.
     print(ENTER)?;
@@ -124,11 +124,12 @@ async fn live(daemon: &mut Daemon, interval: Duration) -> Result<()> {
             None => {}
             Some(Ok(now)) => {
                 let earlier = std::mem::replace(&mut before, now.clone());
-                shown = Shown::Snapshots(Box::new((earlier, now)));
+                shown = TopContent::Snapshots(Box::new((earlier, now)));
             }
             // The next call reconnects.
             Some(Err(error)) => {
-                shown = Shown::Trouble(format!("{error:#}\n\nwaiting for the daemon to return"));
+                shown =
+                    TopContent::Trouble(format!("{error:#}\n\nwaiting for the daemon to return"));
             }
         }
         if let Err(error) = print(&shown.on_screen(terminal_size())) {
@@ -146,12 +147,12 @@ fn suspend() -> Result<()> {
     print(ENTER)
 }
 
-enum Shown {
+enum TopContent {
     Snapshots(Box<(Snapshot, Snapshot)>),
     Trouble(String),
 }
 
-impl Shown {
+impl TopContent {
     /// Returns the text that redraws the screen in place. Each line is cleared as it is written, which avoids flicker.
     fn on_screen(&self, [rows, columns]: [usize; 2]) -> String {
         const END: [&str; 2] = ["", "Ctrl-C ends"];

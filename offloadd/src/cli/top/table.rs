@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use offload_support::units::{ApproxBytes, ApproxTime, Counted};
+use offload_support::units::{ApproxBytes, ApproxTime, CountOf};
 use offloadd::core::{CommitState, DeviceStatus};
 use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
-use super::between::{Moved, before_of_device, before_of_job, continued, since};
+use super::between::{TransferRates, before_of_device, before_of_job, continued, since};
 use super::users;
 
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
@@ -15,7 +15,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     let mut lines = vec![format!(
         "offloadd up {}, {}, host memory {} of {}",
         ApproxTime(now.uptime),
-        Counted(now.session_count, "session"),
+        CountOf(now.session_count, "session"),
         ApproxBytes(now.arena_used_bytes),
         ApproxBytes(now.arena_bytes_max)
     )];
@@ -36,7 +36,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     ));
     for device in &now.devices {
         let earlier = before_of_device(before, device);
-        let moved = Moved::between(earlier.map(|d| &d.counts), &device.counts, seconds);
+        let moved = TransferRates::between(earlier.map(|d| &d.counts), &device.counts, seconds);
         let busy = device
             .busy
             .saturating_sub(earlier.map_or(Duration::ZERO, |d| d.busy));
@@ -75,7 +75,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
             continue;
         }
         let earlier = before_of_job(before, job);
-        let moved = Moved::between(earlier.map(|j| &j.counts), &job.counts, seconds);
+        let moved = TransferRates::between(earlier.map(|j| &j.counts), &job.counts, seconds);
         let commits = since(earlier.map(|j| &j.commits), &job.commits);
         // Commits are rare: without one in this interval, the median is over all since the daemon's start.
         let commits = if commits.count() > 0 {
@@ -100,7 +100,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
         lines.push(line.trim_end().to_owned());
     }
     if idle_count > 0 {
-        let jobs = Counted(idle_count, "job");
+        let jobs = CountOf(idle_count, "job");
         lines.push(format!("{jobs} in the store without a session"));
     }
     lines
@@ -156,7 +156,7 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
         notes.push(format!("{failed} FAILED"));
     }
     if device.damaged_count > 0 {
-        notes.push(Counted(device.damaged_count, "DAMAGED tile").to_string());
+        notes.push(CountOf(device.damaged_count, "DAMAGED tile").to_string());
     }
     notes
 }
@@ -172,10 +172,10 @@ pub(super) fn blocked_on(job: &JobView, now: &Snapshot) -> String {
         return "resuming: a flush or a record FAILED".into();
     }
     if state.reading_count > 0 {
-        waits.push(Counted(state.reading_count, "read").to_string());
+        waits.push(CountOf(state.reading_count, "read").to_string());
     }
     if state.writing_count > 0 {
-        waits.push(Counted(state.writing_count, "write").to_string());
+        waits.push(CountOf(state.writing_count, "write").to_string());
     }
     match state.commit {
         CommitState::None => {}

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
 use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState};
-use offloadd::metrics::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
+use offloadd::metrics::{Counts, DeviceView, JobDeviceWear, JobView, Latencies, Snapshot, Traffic};
 use offloadd::quota::Weights;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
@@ -77,7 +77,7 @@ fn snapshot_after(seconds: u64) -> Snapshot {
         JobView {
             commits: traffic_of(0, 41, 23_000_000).latencies,
             worn_bytes: 1_500_000_000,
-            worn: vec![DeviceWear {
+            worn: vec![JobDeviceWear {
                 number: 0,
                 bytes: 1_400_000_000,
             }],
@@ -323,8 +323,8 @@ fn a_daemon_that_started_again_in_between_counts_from_its_start() {
 
 #[test]
 fn the_screen_is_never_fuller_than_the_terminal() {
-    let looks = super::Shown::Snapshots(Box::new((snapshot_after(10), snapshot_after(12))));
-    let trouble = super::Shown::Trouble("one\n\nthree".into());
+    let looks = super::TopContent::Snapshots(Box::new((snapshot_after(10), snapshot_after(12))));
+    let trouble = super::TopContent::Trouble("one\n\nthree".into());
     for rows in 1..30 {
         for columns in [1, 2, 79, 300] {
             for shown in [&looks, &trouble] {

@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 use offloadd::metrics::Snapshot;
 use serde::Serialize;
 
-use super::between::{Moved, before_of_device, before_of_job};
+use super::between::{TransferRates, before_of_device, before_of_job};
 
 #[derive(Serialize)]
-pub(super) struct User {
+pub(super) struct UserLine {
     uid: u32,
     weight: u32,
     session_count: u64,
@@ -21,18 +21,18 @@ pub(super) struct User {
 }
 
 /// Users of the visible jobs, ordered by user ID.
-pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> Vec<User> {
+pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> Vec<UserLine> {
     let devices = now.devices.iter().map(|device| {
         let earlier = before_of_device(before, device);
-        Moved::between(earlier.map(|d| &d.counts), &device.counts, seconds).bytes_per_s()
+        TransferRates::between(earlier.map(|d| &d.counts), &device.counts, seconds).bytes_per_s()
     });
     let all_bytes_per_s: f64 = devices.sum();
     let mut users = BTreeMap::new();
     for job in &now.jobs {
         let earlier = before_of_job(before, job);
-        let moved = Moved::between(earlier.map(|j| &j.counts), &job.counts, seconds);
+        let moved = TransferRates::between(earlier.map(|j| &j.counts), &job.counts, seconds);
         let uid = job.state.uid;
-        let user = users.entry(uid).or_insert(User {
+        let user = users.entry(uid).or_insert(UserLine {
             uid,
             weight: job.state.weights.user,
             session_count: 0,
@@ -52,7 +52,7 @@ pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> 
 }
 
 /// Fraction of its user's bytes that a job moved.
-pub(super) fn fraction_of(users: &[User], uid: u32, moved: &Moved) -> Option<f64> {
+pub(super) fn fraction_of(users: &[UserLine], uid: u32, moved: &TransferRates) -> Option<f64> {
     let user = users.iter().find(|user| user.uid == uid)?;
     let all = user.read_bytes_per_s + user.written_bytes_per_s;
     fraction(moved.bytes_per_s(), all)

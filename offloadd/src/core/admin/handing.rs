@@ -22,9 +22,9 @@ impl Admin {
     }
 
     /// Returns the state that the next daemon cannot read from the devices.
-    pub(in crate::core) fn hand_over(&self, data: &Data) -> message::State {
+    pub(in crate::core) fn hand_over(&self, data: &Data) -> message::HandoverState {
         let (sessions, jobs) = data.hand_over(&self.devices.numbers_for_hand_over());
-        message::State {
+        message::HandoverState {
             store: self.catalog.catalog.store.0.to_vec(),
             epoch: data.epoch().0,
             sessions,
@@ -46,7 +46,7 @@ impl Admin {
     }
 
     /// Checks that `state` belongs to this store, and that no daemon has served the store since.
-    fn check_state(&self, state: &message::State) -> Result<(), String> {
+    fn check_state(&self, state: &message::HandoverState) -> Result<(), String> {
         if state.store != self.catalog.catalog.store.0 {
             return Err(format!(
                 "it belongs to another store, and this one is {}",
@@ -75,7 +75,7 @@ impl Admin {
     /// The state belongs to another store, or another daemon has served the store since.
     pub(in crate::core) fn adopt(
         &mut self,
-        state: &message::State,
+        state: &message::HandoverState,
         has_descriptors: impl Fn(usize) -> bool,
         data: &mut Data,
         ops: &mut Operations,
@@ -90,8 +90,9 @@ impl Admin {
                 .push(index);
         }
         let (mut adopted, mut left_out) = (Vec::new(), Vec::new());
-        let same = |job: &message::Job| {
-            let named = |other: &&message::Job| (other.uid, &other.name) == (job.uid, &job.name);
+        let same = |job: &message::HandoverJob| {
+            let named =
+                |other: &&message::HandoverJob| (other.uid, &other.name) == (job.uid, &job.name);
             state.jobs.iter().filter(named).count()
         };
         for (place, indices) in sessions {
@@ -122,8 +123,8 @@ impl Admin {
     /// Reserves the space of the sessions' own tiles and adopts the sessions of a job. Changes nothing if it fails.
     fn adopt_job(
         &mut self,
-        state: &message::State,
-        job: &message::Job,
+        state: &message::HandoverState,
+        job: &message::HandoverJob,
         (indices, already): (&[usize], usize),
         data: &mut Data,
         ops: &mut Operations,

@@ -26,7 +26,7 @@ use offload_api::BLOCK_BYTES;
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 
-use super::data::{Data, Note};
+use super::data::{AdminNote, Data};
 use super::operations::{Operations, ScriptEnd};
 use super::{DeviceState, DeviceStatus};
 use crate::io::{AlignedBytes, IoId, IoResult};
@@ -66,15 +66,17 @@ impl Admin {
     }
 
     /// Handles a note about sessions and jobs.
-    pub(super) fn on_note(&mut self, note: Note) {
+    pub(super) fn on_note(&mut self, note: AdminNote) {
         match note {
-            Note::Freed(extents) => {
+            AdminNote::Freed(extents) => {
                 for (extent, bytes) in extents {
                     self.devices.space.give(extent, bytes);
                 }
             }
-            Note::Overwrites { key, tile, which } => self.mover.invalidate_copy(&key, tile, which),
-            Note::Forgotten => self.mover.retry(),
+            AdminNote::Overwrites { key, tile, which } => {
+                self.mover.invalidate_copy(&key, tile, which)
+            }
+            AdminNote::Forgotten => self.mover.retry(),
         }
     }
 

@@ -41,7 +41,7 @@ pub(in crate::core) struct Mover {
     pub(super) inflight: HashMap<IoId, CopyIo>,
     /// Extents that tiles have left, and that reads in flight may still use.
     pub(super) left: Vec<(Extent, u32)>,
-    pub(super) stuck: Stuck,
+    pub(super) stuck: StuckExtents,
     /// Reason why no tile moves until an administrator asks again.
     stopped: Option<String>,
     /// Bytes moved in this incarnation, with or without a copy.
@@ -66,7 +66,7 @@ enum NextBatch {
 
 /// Extents that cannot be moved in this incarnation.
 #[derive(Debug, Default)]
-pub(super) struct Stuck {
+pub(super) struct StuckExtents {
     /// Job id, tile, and which of its extents.
     extents: BTreeSet<(u64, u32, u8)>,
     first: Option<String>,
@@ -97,7 +97,7 @@ pub enum Moves {
     Stopped,
 }
 
-impl Stuck {
+impl StuckExtents {
     pub(super) fn add(&mut self, job_id: u64, tile: u32, which: u8, fault: Fault) {
         self.extents.insert((job_id, tile, which));
         self.first.get_or_insert(fault.message);
@@ -116,7 +116,7 @@ impl Mover {
     pub(in crate::core) fn retry(&mut self) {
         self.plan = None;
         self.stopped = None;
-        self.stuck = Stuck::default();
+        self.stuck = StuckExtents::default();
     }
 
     pub(super) fn stop(&mut self, fault: &Fault) {

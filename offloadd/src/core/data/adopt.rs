@@ -99,8 +99,8 @@ impl DeviceNumbers {
             .ok_or_else(|| format!("the store has no device {number}"))
     }
 
-    fn written(&self, version: Version, extent: Extent) -> message::Written {
-        message::Written {
+    fn written(&self, version: Version, extent: Extent) -> message::HandoverWrite {
+        message::HandoverWrite {
             which: version.which.into(),
             checksum: version.checksum,
             generation: version.generation.0,
@@ -109,7 +109,7 @@ impl DeviceNumbers {
         }
     }
 
-    fn extent(&self, written: &message::Written) -> Result<Extent, String> {
+    fn extent(&self, written: &message::HandoverWrite) -> Result<Extent, String> {
         Ok(Extent {
             device: self.index(written.device)?,
             offset: written.offset,
@@ -146,7 +146,7 @@ impl Data {
     pub(in crate::core) fn hand_over(
         &self,
         devices: &DeviceNumbers,
-    ) -> (Vec<message::Session>, Vec<message::Job>) {
+    ) -> (Vec<message::HandoverSession>, Vec<message::HandoverJob>) {
         let used: Vec<&Job> = (self.jobs.iter())
             .filter(|job| !job.members.is_empty() && job.broken.is_none())
             .collect();
@@ -164,7 +164,7 @@ impl Data {
     /// Adopts a checked job whose space is reserved.
     pub(in crate::core) fn adopt(
         &mut self,
-        job: &message::Job,
+        job: &message::HandoverJob,
         checked: CheckedJob,
         ops: &mut Operations,
     ) -> Vec<AdoptedSession> {
@@ -235,8 +235,8 @@ impl Admission<'_> {
     /// The reason why the sessions cannot be adopted.
     pub(in crate::core) fn check_adopted(
         &self,
-        state: &message::State,
-        job: &message::Job,
+        state: &message::HandoverState,
+        job: &message::HandoverJob,
         indices: &[usize],
         already: usize,
         devices: &DeviceNumbers,
@@ -298,8 +298,8 @@ impl Admission<'_> {
     fn check_session(
         &self,
         key: &JobKey,
-        job: &message::Job,
-        (index, session): (usize, &message::Session),
+        job: &message::HandoverJob,
+        (index, session): (usize, &message::HandoverSession),
         devices: &DeviceNumbers,
     ) -> Result<CheckedSession, String> {
         let rank = Rank(session.rank);
@@ -377,7 +377,7 @@ impl Job {
     /// Continues the job as the previous daemon handed it over.
     fn adopt(
         &mut self,
-        job: &message::Job,
+        job: &message::HandoverJob,
         [poison, gone]: [Option<Fault>; 2],
         tiles: CheckedTiles,
     ) {
@@ -407,7 +407,7 @@ impl Job {
 /// Compares the tiles of a handed-over job with its state on the devices.
 fn check_tiles(
     stored: Option<&StoredJob>,
-    job: &message::Job,
+    job: &message::HandoverJob,
     devices: &DeviceNumbers,
 ) -> Result<CheckedTiles, String> {
     let mut unflushed = vec![false; devices.numbers.len()];
@@ -421,7 +421,7 @@ fn check_tiles(
     };
     let found = stored.map(status);
     if found != job.stored {
-        let words = |status: Option<message::Stored>| match status {
+        let words = |status: Option<message::HandoverJobState>| match status {
             None => "no tiles".to_owned(),
             Some(status) => format!(
                 "id {}, revision {}, generation {} written by {:x}",
@@ -498,18 +498,21 @@ fn session_state(
     job: u32,
     resumed: bool,
     devices: &DeviceNumbers,
-) -> message::Session {
-    let classes = session.geometry.classes().map(|class| message::Class {
-        slot_bytes: class.slot_bytes,
-        slot_count: class.slot_count,
-    });
+) -> message::HandoverSession {
+    let classes = session
+        .geometry
+        .classes()
+        .map(|class| message::HandoverClass {
+            slot_bytes: class.slot_bytes,
+            slot_count: class.slot_count,
+        });
     let scratch = session.scratch.iter().map(|tile| message::Scratch {
         device: devices.number(tile.extent.device),
         offset: tile.extent.offset,
         bytes: tile.bytes() as u32,
         written: (tile.content).map(|version| devices.written(version, tile.extent)),
     });
-    message::Session {
+    message::HandoverSession {
         number: session.id.0,
         job,
         rank: session.rank.0,
@@ -524,13 +527,13 @@ fn session_state(
     }
 }
 
-fn job_state(job: &Job, devices: &DeviceNumbers) -> message::Job {
+fn job_state(job: &Job, devices: &DeviceNumbers) -> message::HandoverJob {
     let unflushed = (job.unflushed.iter().enumerate())
         .filter(|(device, unflushed)| **unflushed && devices.numbers[*device].1);
     let tiles = job.stored.iter().flat_map(|stored| {
         let written = (stored.tiles.iter().enumerate())
             .filter(|(_, tile)| tile.working.is_some() || tile.failed);
-        written.map(|(index, tile)| message::Tile {
+        written.map(|(index, tile)| message::HandoverTile {
             index: index as u32,
             written: tile.working.map(|version| {
                 let extents = &stored.table.extents[index];
@@ -539,7 +542,7 @@ fn job_state(job: &Job, devices: &DeviceNumbers) -> message::Job {
             failed: tile.failed,
         })
     });
-    message::Job {
+    message::HandoverJob {
         uid: job.key.uid,
         name: job.key.name.as_str().into(),
         stored: job.stored.as_ref().map(status),
@@ -556,9 +559,9 @@ fn job_state(job: &Job, devices: &DeviceNumbers) -> message::Job {
     }
 }
 
-fn status(stored: &StoredJob) -> message::Stored {
+fn status(stored: &StoredJob) -> message::HandoverJobState {
     let newest = stored.newest_marked().map(|marked| &marked.record);
-    message::Stored {
+    message::HandoverJobState {
         job_id: stored.entry.job_id,
         revision: stored.table.revision,
         newest: newest.map_or(0, |record| record.generation.0),
@@ -566,14 +569,14 @@ fn status(stored: &StoredJob) -> message::Stored {
     }
 }
 
-fn fault_state(fault: &Fault) -> message::Fault {
-    message::Fault {
+fn fault_state(fault: &Fault) -> message::HandoverFault {
+    message::HandoverFault {
         kind: fault.kind as u32,
         message: fault.message.clone(),
     }
 }
 
-fn checked_fault(fault: &message::Fault) -> Result<Fault, String> {
+fn checked_fault(fault: &message::HandoverFault) -> Result<Fault, String> {
     let kind = FaultKind::from_number(fault.kind)
         .ok_or_else(|| format!("a fault of the unknown kind {}", fault.kind))?;
     Ok(Fault::new(kind, fault.message.clone()))

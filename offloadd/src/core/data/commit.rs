@@ -23,7 +23,9 @@ use super::members::{Member, poison};
 use super::script::JobScriptPurpose;
 use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply, next};
-use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes, blobs_bytes_max};
+use crate::store::manifest::{
+    Mark, MarkedRecord, Record, SlotContent, blob_room_bytes, blobs_bytes_max,
+};
 
 /// The calls of one commit.
 #[derive(Debug, Default)]
@@ -250,7 +252,7 @@ impl Job {
         }
         stored.commit_tiles();
         let confirmed = record.born_confirmed;
-        *stored.slot_of(generation) = SlotContent::Sound(Marked { record, mark: None });
+        *stored.slot_of(generation) = SlotContent::Sound(MarkedRecord { record, mark: None });
         self.unflushed.fill(false);
         self.working = next(generation);
         self.awaiting_confirm = !confirmed;

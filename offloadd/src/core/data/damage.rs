@@ -7,13 +7,13 @@ use offload_api::ids::{DeviceNumber, TileIndex};
 use super::members::Member;
 use super::stored::{Activity, StoredJob};
 use crate::core::operations::Operations;
-use crate::core::{Damage, Reply};
+use crate::core::{Reply, TileDamage};
 use crate::store::tile_table::Extent;
 
 impl Member<'_> {
     pub(in crate::core) fn report_damage(
         self,
-        damage: Damage<DeviceNumber>,
+        damage: TileDamage<DeviceNumber>,
         ops: &Operations,
     ) -> Result<Reply, Fault> {
         let job = self.job;
@@ -43,7 +43,7 @@ impl Member<'_> {
 }
 
 /// Returns the tile's extent that holds the version `damage` names, if that is the newest one.
-fn extent_of(stored: &StoredJob, damage: &Damage) -> Option<(TileIndex, u8)> {
+fn extent_of(stored: &StoredJob, damage: &TileDamage) -> Option<(TileIndex, u8)> {
     let index = damage.tile.0 as usize;
     let tile = stored.tiles.get(index)?;
     let version = tile.newest()?;

@@ -9,7 +9,7 @@ use super::stored::{Holds, StoredJob};
 use super::{Data, JobKey};
 use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
-use crate::store::manifest::{Marked, SlotContent, resumable};
+use crate::store::manifest::{MarkedRecord, SlotContent, resumable};
 use crate::store::tile_table::{Extent, TileTable};
 
 /// Extents of the tiles of a job.
@@ -36,7 +36,7 @@ pub(in crate::core) struct MovableJob<'a> {
     /// Working generation, if a session has resumed.
     pub(in crate::core) in_session: Option<Generation>,
     stored: &'a StoredJob,
-    recorded: Vec<&'a Marked>,
+    recorded: Vec<&'a MarkedRecord>,
 }
 
 /// A new extent for a tile.

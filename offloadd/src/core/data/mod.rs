@@ -1,7 +1,7 @@
 //! Sessions and the tiles of their jobs: reads and writes of tiles, commits, and the generation that a job resumes from.
 //!
 //! Owns the state of every job and session. No other module changes it. The administration uses the functions of [`layout`]
-//! and [`jobs`], and learns of events here by a [`Note`].
+//! and [`jobs`], and learns of events here by a [`AdminNote`].
 //!
 //! ```text
 //!   Data ─┬─ JobTable ──▶ Job: define, resume ──▶ tiles ──▶ commit ──▶ confirm
@@ -73,7 +73,7 @@ pub(super) struct Data {
     sessions: SessionTable,
     /// Tiles that the driver has not reported as done.
     inflight: HashMap<IoId, TileIo>,
-    notes: VecDeque<Note>,
+    notes: VecDeque<AdminNote>,
 }
 
 /// What all jobs share in this incarnation of the daemon.
@@ -85,7 +85,7 @@ pub(super) struct Incarnation {
 
 /// A change that the administration must know.
 #[derive(Debug)]
-pub(super) enum Note {
+pub(super) enum AdminNote {
     /// Extents of a session's own tiles became free.
     Freed(Vec<(Extent, u64)>),
     /// A job writes to this extent of a tile.
@@ -149,7 +149,7 @@ impl Data {
         }
     }
 
-    pub(super) fn next_note(&mut self) -> Option<Note> {
+    pub(super) fn next_note(&mut self) -> Option<AdminNote> {
         self.notes.pop_front()
     }
 
@@ -199,7 +199,7 @@ impl Data {
                 self.try_commit(&key, ops);
             }
             // The record kept the job's tiles from moving.
-            ScriptResult::Forgot => self.notes.push_back(Note::Forgotten),
+            ScriptResult::Forgot => self.notes.push_back(AdminNote::Forgotten),
         }
         self.jobs.settle(&key);
         None

@@ -15,7 +15,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, RankState};
 use super::scratch::ScratchTile;
-use super::{Data, JobKey, Note};
+use super::{AdminNote, Data, JobKey};
 use crate::core::operations::Operations;
 use crate::core::{Action, CallId, DeviceState, OpenReply, OpenSession, Peer, Reply};
 use crate::io::{IoId, SessionId};
@@ -252,7 +252,7 @@ impl Data {
                 .scratch
                 .iter()
                 .map(|tile| (tile.extent, tile.bytes()));
-            self.notes.push_back(Note::Freed(extents.collect()));
+            self.notes.push_back(AdminNote::Freed(extents.collect()));
         }
         let job = self.jobs.get_mut(&session.key).expect("a session's job");
         job.members.remove(&session.rank);

@@ -9,7 +9,9 @@ use crate::core::{GenerationRecord, JobRecord};
 use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
 use crate::store::definition::Durability;
-use crate::store::manifest::{Mark, Marked, Record, SlotContent, Version, resumable, voiding};
+use crate::store::manifest::{
+    Mark, MarkedRecord, Record, SlotContent, Version, resumable, voiding,
+};
 use crate::store::tile_table::TileTable;
 
 /// State of a job on the devices.
@@ -94,7 +96,7 @@ impl StoredJob {
             .map_or(Generation(0), |marked| marked.record.generation)
     }
 
-    pub(super) fn newest_marked(&self) -> Option<&Marked> {
+    pub(super) fn newest_marked(&self) -> Option<&MarkedRecord> {
         resumable(&self.slots).last().copied()
     }
 
@@ -132,7 +134,7 @@ impl StoredJob {
 
     /// Returns the content of the first or second extent of a tile. `recorded` are the generations that can be resumed. If a
     /// slot is [`SlotContent::Unknown`], a record that cannot be read now is not considered.
-    pub(super) fn holds(&self, recorded: &[&Marked], tile: usize, which: u8) -> Holds {
+    pub(super) fn holds(&self, recorded: &[&MarkedRecord], tile: usize, which: u8) -> Holds {
         let state = &self.tiles[tile];
         let newest = recorded.last();
         let clean = newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting));
@@ -163,7 +165,7 @@ impl StoredJob {
     }
 
     pub(super) fn to_job_record(&self) -> JobRecord {
-        let generation = |marked: &Marked| GenerationRecord {
+        let generation = |marked: &MarkedRecord| GenerationRecord {
             generation: marked.record.generation,
             confirmed: marked.confirmed(),
             blobs: marked.record.blobs.clone(),

@@ -11,7 +11,7 @@ use super::members::{Member, poison};
 use super::script::{JobScriptPurpose, ScriptResult};
 use super::session::{Session, Stage};
 use super::stored::Activity;
-use super::{Data, Incarnation, JobKey, Note};
+use super::{AdminNote, Data, Incarnation, JobKey};
 use crate::core::Action;
 use crate::core::operations::{Operations, ScriptFailure, Step, errno_kind};
 use crate::io::{Buffer, IoId, IoOp, IoResult, SessionId};
@@ -130,7 +130,7 @@ impl Data {
 
     /// Starts a write of a job's tile.
     pub(super) fn start_write(&mut self, write: ParkedWrite, ops: &mut Operations) {
-        self.notes.push_back(Note::Overwrites {
+        self.notes.push_back(AdminNote::Overwrites {
             key: write.tile.key.clone(),
             tile: write.tile.request.tile.0,
             which: write.tile.version.which,

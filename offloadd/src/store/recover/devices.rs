@@ -12,7 +12,7 @@ use crate::store::{
 };
 
 /// Catalogs found on one device.
-enum Found {
+enum DeviceCatalogs {
     Nothing,
     /// Only part of a catalog: its arrival or departure was interrupted. If no other device has a catalog, it is the store's,
     /// damaged.
@@ -123,9 +123,9 @@ impl<B: Blocks> Reader<'_, B> {
                 continue;
             }
             match self.catalog(position, store)? {
-                Found::Nothing => {}
-                Found::CutOff(error) => cut_off.push((position, error)),
-                Found::Whole(catalog) => catalogs.push((position, catalog)),
+                DeviceCatalogs::Nothing => {}
+                DeviceCatalogs::CutOff(error) => cut_off.push((position, error)),
+                DeviceCatalogs::Whole(catalog) => catalogs.push((position, catalog)),
             }
         }
         // The first of equals.
@@ -215,7 +215,7 @@ impl<B: Blocks> Reader<'_, B> {
         self.newest("superblock", position, SUPERBLOCK_OFFSETS, copies, |_| 0)
     }
 
-    fn catalog(&mut self, position: usize, id: StoreId) -> Result<Found, StoreError> {
+    fn catalog(&mut self, position: usize, id: StoreId) -> Result<DeviceCatalogs, StoreError> {
         let copies = CATALOG_OFFSETS.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
                 let catalog = Catalog::decode(blocks)?;
@@ -229,7 +229,7 @@ impl<B: Blocks> Reader<'_, B> {
         });
         let nothing = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank | Unreadable::Foreign));
         if copies.iter().all(nothing) {
-            return Ok(Found::Nothing);
+            return Ok(DeviceCatalogs::Nothing);
         }
         // Catalogs are written, and zeroed, one copy after the other.
         let damaged = |copy: &Copy<_>| {
@@ -246,8 +246,8 @@ impl<B: Blocks> Reader<'_, B> {
             catalog.sequence
         });
         match newest {
-            Ok(catalog) => Ok(Found::Whole(catalog)),
-            Err(error) if cut_off => Ok(Found::CutOff(error)),
+            Ok(catalog) => Ok(DeviceCatalogs::Whole(catalog)),
+            Err(error) if cut_off => Ok(DeviceCatalogs::CutOff(error)),
             Err(error) => Err(error),
         }
     }

@@ -8,7 +8,7 @@ use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
 use crate::store::definition::Durability;
 use crate::store::dual_copy::{Consequence, Copy, Reader};
-use crate::store::manifest::{self, Mark, Marked, Record, SlotContent, Slotted};
+use crate::store::manifest::{self, Mark, MarkedRecord, Record, SequencedRecord, SlotContent};
 use crate::store::sealed::{self, Unreadable};
 use crate::store::tile_table::{self, TileTable};
 use crate::store::{BLOCK, DATA_OFFSET, StoreError};
@@ -53,8 +53,9 @@ impl<B: Blocks> Reader<'_, B> {
         let offsets = entry.area.records(slot);
         let bytes_max = entry.area.record_bytes_max;
         let copies = offsets.map(|offset| {
-            let decode =
-                |blocks: &AlignedBytes| Slotted::decode(blocks, entry.job_id, slot, tile_count);
+            let decode = |blocks: &AlignedBytes| {
+                SequencedRecord::decode(blocks, entry.job_id, slot, tile_count)
+            };
             self.copy(position, offset, bytes_max, manifest::RECORD_MAGIC, decode)
         });
         let what = format!("record of {}, slot {slot}", of_job(entry));
@@ -94,7 +95,7 @@ impl<B: Blocks> Reader<'_, B> {
             });
         }
         let mark = self.mark(position, entry, table, &record, slot)?;
-        Ok(SlotContent::Sound(Marked { record, mark }))
+        Ok(SlotContent::Sound(MarkedRecord { record, mark }))
     }
 
     fn mark(

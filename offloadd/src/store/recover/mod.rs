@@ -21,7 +21,7 @@ use super::tile_table::TileTable;
 use super::{CATALOG_OFFSETS, StoreError};
 use crate::blocks::{BlockError, Blocks};
 
-pub use self::unlisted::{Unlisted, unlisted};
+pub use self::unlisted::{UnlistedDevice, unlisted};
 
 /// Everything known of a store.
 #[derive(Clone, Debug)]

@@ -8,12 +8,12 @@ use crate::store::superblock::StoreId;
 
 /// A device of the store that the settings do not list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unlisted {
+pub struct UnlistedDevice {
     store: StoreId,
     entry: DeviceEntry,
 }
 
-impl Unlisted {
+impl UnlistedDevice {
     /// Path in the catalog.
     pub fn path(&self) -> &str {
         &self.entry.path
@@ -30,7 +30,7 @@ impl Unlisted {
     }
 }
 
-impl std::fmt::Display for Unlisted {
+impl std::fmt::Display for UnlistedDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let DeviceEntry { number, path, .. } = &self.entry;
         write!(
@@ -47,7 +47,7 @@ impl std::fmt::Display for Unlisted {
 ///
 /// # Errors
 /// [`StoreError`], as recovery will return it.
-pub fn unlisted(blocks: &mut impl Blocks) -> Result<Vec<Unlisted>, StoreError> {
+pub fn unlisted(blocks: &mut impl Blocks) -> Result<Vec<UnlistedDevice>, StoreError> {
     let mut reader = reader(blocks);
     let found = reader.superblocks()?;
     let (_, catalog, _) = reader.newest_catalog(&found)?;
@@ -60,7 +60,7 @@ pub fn unlisted(blocks: &mut impl Blocks) -> Result<Vec<Unlisted>, StoreError> {
             Some((position, _)) if blocks.path(*position) != entry.path => return Ok(Vec::new()),
             Some(_) => {}
             None if entry.path.is_empty() => {}
-            None => missing.push(Unlisted {
+            None => missing.push(UnlistedDevice {
                 store: catalog.store,
                 entry,
             }),

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::checksum::checksum;
 use offload_api::fault::Fault;
-use offload_api::handoff::{self, HandoffError, Received};
+use offload_api::handoff::{self, HandoffError, ReceivedDescriptors};
 use offload_api::ids::{Epoch, Generation, SessionToken, SlotIndex, TicketId, TileIndex};
 use offload_api::proto::offload_client::OffloadClient;
 use offload_api::proto::{self, OpenSessionRequest};
@@ -87,7 +87,7 @@ pub(crate) struct Session {
     pub(crate) epoch: Epoch,
     pub(crate) geometry: geometry::Geometry,
     pub(crate) rings: ProcessRings,
-    pub(crate) received: Received,
+    pub(crate) received: ReceivedDescriptors,
 }
 
 impl Session {

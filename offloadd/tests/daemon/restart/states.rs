@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use offload_api::proto;
 use offloadd::device::{Device, DeviceBlocks};
-use offloadd::handover::message::{self, State};
+use offloadd::handover::message::{self, HandoverState};
 use offloadd::handover::{self, inherited, is_state};
 use offloadd::store::recover;
 use rustix::process::Signal;
@@ -44,13 +44,13 @@ fn with_state(mut kept: Kept, state: OwnedFd) -> Kept {
     kept
 }
 
-fn state_of(kept: &Kept) -> State {
+fn state_of(kept: &Kept) -> HandoverState {
     let (_, state) = kept.iter().find(|(name, _)| is_state(name)).unwrap();
     handover::open(state).unwrap()
 }
 
 /// How a state is made wrong, and the daemon's message about it.
-type Lie = (&'static str, fn(&mut State));
+type Lie = (&'static str, fn(&mut HandoverState));
 
 const LIES: &[Lie] = &[
     ("another store", |state| state.store[3] ^= 1),
@@ -76,7 +76,7 @@ const LIES: &[Lie] = &[
     ("no device 7", |state| state.jobs[0].touched.push(7)),
     ("unknown kind", |state| {
         let message = "lies".into();
-        state.jobs[0].poison = Some(message::Fault { kind: 999, message });
+        state.jobs[0].poison = Some(message::HandoverFault { kind: 999, message });
     }),
     ("out of order", |state| state.jobs[0].tiles.reverse()),
     ("out of order", |state| state.jobs[0].tiles[3].index = 4),
@@ -136,11 +136,11 @@ const LIES: &[Lie] = &[
     }),
 ];
 
-fn stored(state: &mut State) -> &mut message::Stored {
+fn stored(state: &mut HandoverState) -> &mut message::HandoverJobState {
     state.jobs[0].stored.as_mut().unwrap()
 }
 
-fn written(state: &mut State) -> &mut message::Written {
+fn written(state: &mut HandoverState) -> &mut message::HandoverWrite {
     state.jobs[0].tiles[0].written.as_mut().unwrap()
 }
 

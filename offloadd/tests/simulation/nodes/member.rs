@@ -2,7 +2,9 @@
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
-use offload_client::nodes::{Disagreement, Held, HeldGeneration, confirmable, resume_from};
+use offload_client::nodes::{
+    Disagreement, HeldGeneration, NodeGenerations, confirmable, resume_from,
+};
 use offloadd::core::{Call, CallId, JobRecord, Reply};
 use offloadd::store::definition::{Durability, JobDefinition};
 use test_hooks::random::SimRandom;
@@ -78,7 +80,7 @@ pub(super) struct Member {
     pub(super) start: u64,
     pub(super) ranks: Vec<Process>,
     stage: Stage,
-    held: Vec<Option<Held>>,
+    held: Vec<Option<NodeGenerations>>,
     /// Whether the store has the job.
     defined: bool,
     /// Newest generation that each node has prepared, as far as this node knows.
@@ -99,9 +101,9 @@ fn definition_of(node: usize, nodes: usize, tiles: usize) -> JobDefinition {
 }
 
 /// Returns the report of a store; `node` and `nodes` are those of a store without the job.
-fn held_of(record: Option<&JobRecord>, node: usize, nodes: usize) -> Held {
+fn held_of(record: Option<&JobRecord>, node: usize, nodes: usize) -> NodeGenerations {
     let Some(record) = record else {
-        return Held {
+        return NodeGenerations {
             run: RUN.to_vec(),
             node: node as u32,
             nodes: nodes as u32,
@@ -123,7 +125,7 @@ fn held_of(record: Option<&JobRecord>, node: usize, nodes: usize) -> Held {
             confirmed: generation.confirmed,
         }
     });
-    Held {
+    NodeGenerations {
         run: run.to_vec(),
         node: u32::from_le_bytes(*node),
         nodes: record.definition.nodes(),
@@ -175,7 +177,7 @@ impl Member {
     /// Takes a message of another node.
     pub(super) fn receive(&mut self, from: usize, body: &Body) {
         match body {
-            Body::Held(bytes) => self.held[from] = Held::from_bytes(bytes),
+            Body::Held(bytes) => self.held[from] = NodeGenerations::from_bytes(bytes),
             // A fast node can be a generation ahead before this one has all reports.
             Body::Prepared(generation) => self.prepared[from] = Generation(*generation),
             Body::Broken => panic!("the processes end"),
@@ -238,7 +240,12 @@ impl Member {
 
     /// Chooses the generation to resume from when all reports are there.
     fn choose(&mut self, world: &mut World, shared: &mut Shared<'_>) -> Result<(), Ended> {
-        let Some(held) = self.held.iter().cloned().collect::<Option<Vec<Held>>>() else {
+        let Some(held) = self
+            .held
+            .iter()
+            .cloned()
+            .collect::<Option<Vec<NodeGenerations>>>()
+        else {
             return Ok(());
         };
         let chosen = resume_from(&held).map_err(Ended::Disagrees)?;

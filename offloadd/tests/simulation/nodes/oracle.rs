@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use offload_client::nodes::Held;
+use offload_client::nodes::NodeGenerations;
 
 use super::Counts;
 
@@ -50,7 +50,7 @@ impl Oracle {
         &mut self,
         start: u64,
         generation: u64,
-        held: &[Held],
+        held: &[NodeGenerations],
         changed: bool,
         counts: &mut Counts,
     ) {

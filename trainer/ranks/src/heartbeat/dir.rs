@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
+use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, LastHeartbeat};
 use crate::{CollectiveError, World};
 
 /// Heartbeats as locked files in a directory.
@@ -89,11 +89,13 @@ impl HeartbeatStore for DirHeartbeatStore {
             .map_err(|error| self.failed("writing a heartbeat", &error))
     }
 
-    fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError> {
+    fn read(&mut self, rank: u32) -> Result<LastHeartbeat, CollectiveError> {
         if self.peers[rank as usize].is_none() {
             match File::open(beat_path(&self.dir, rank)) {
                 Ok(file) => self.peers[rank as usize] = Some(file),
-                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Seen::Nothing),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    return Ok(LastHeartbeat::Nothing);
+                }
                 Err(error) => return Err(self.failed("opening a heartbeat file", &error)),
             }
         }
@@ -116,9 +118,9 @@ impl HeartbeatStore for DirHeartbeatStore {
             .ok()
             .and_then(|()| Beat::decode(&bytes));
         Ok(if dead {
-            Seen::Dead(beat)
+            LastHeartbeat::Dead(beat)
         } else {
-            Seen::Beat(beat)
+            LastHeartbeat::Beat(beat)
         })
     }
 }
@@ -135,18 +137,24 @@ mod tests {
     fn a_rank_is_seen_alive_and_then_dead_with_its_last_beat() {
         let dir = tempfile::tempdir().unwrap();
         let mut zero = DirHeartbeatStore::open(&World::of_two(0), dir.path()).unwrap();
-        assert_eq!(zero.read(1).unwrap(), Seen::Nothing);
+        assert_eq!(zero.read(1).unwrap(), LastHeartbeat::Nothing);
         let mut one = DirHeartbeatStore::open(&World::of_two(1), dir.path()).unwrap();
-        assert_eq!(zero.read(1).unwrap(), Seen::Beat(Some(Beat::default())));
+        assert_eq!(
+            zero.read(1).unwrap(),
+            LastHeartbeat::Beat(Some(Beat::default()))
+        );
         let beat = Beat {
             count: 3,
             reached: 9,
             end: None,
         };
         one.write(&beat).unwrap();
-        assert_eq!(zero.read(1).unwrap(), Seen::Beat(Some(beat.clone())));
+        assert_eq!(
+            zero.read(1).unwrap(),
+            LastHeartbeat::Beat(Some(beat.clone()))
+        );
         drop(one);
-        assert_eq!(zero.read(1).unwrap(), Seen::Dead(Some(beat)));
+        assert_eq!(zero.read(1).unwrap(), LastHeartbeat::Dead(Some(beat)));
         let files = std::fs::read_dir(dir.path()).unwrap().count();
         assert_eq!(files, 2, "no temporary name is left");
     }
@@ -183,8 +191,8 @@ mod tests {
         let mut zero = DirHeartbeatStore::open(&World::of_two(0), dir.path()).unwrap();
         let one = DirHeartbeatStore::open(&World::of_two(1), dir.path()).unwrap();
         one.own.write_all_at(&[0xff; BEAT_BYTES], 0).unwrap();
-        assert_eq!(zero.read(1).unwrap(), Seen::Beat(None));
+        assert_eq!(zero.read(1).unwrap(), LastHeartbeat::Beat(None));
         one.own.set_len(0).unwrap();
-        assert_eq!(zero.read(1).unwrap(), Seen::Beat(None));
+        assert_eq!(zero.read(1).unwrap(), LastHeartbeat::Beat(None));
     }
 }

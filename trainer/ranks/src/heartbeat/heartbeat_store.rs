@@ -10,12 +10,12 @@ pub trait HeartbeatStore: Send {
     /// Replaces this rank's heartbeat.
     fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError>;
     /// Reads the last heartbeat of `rank`.
-    fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError>;
+    fn read(&mut self, rank: u32) -> Result<LastHeartbeat, CollectiveError>;
 }
 
 /// Last heartbeat of a rank. A heartbeat is `None` if it cannot be parsed.
 #[derive(Debug, PartialEq)]
-pub enum Seen {
+pub enum LastHeartbeat {
     /// The rank has not come yet.
     Nothing,
     /// The last heartbeat; the next one will show whether the rank is alive.

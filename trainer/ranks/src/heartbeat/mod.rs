@@ -18,7 +18,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use dir::DirHeartbeatStore;
-pub use heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
+pub use heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, LastHeartbeat};
 
 use crate::{CollectiveError, Timeouts, World};
 
@@ -31,12 +31,12 @@ const END_ROUNDS: u64 = 2;
 
 /// This rank's heartbeat and its view of the others.
 pub struct Heartbeat {
-    shared: Arc<Shared>,
+    shared: Arc<HeartbeatState>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// State shared by the thread and the callers.
-struct Shared {
+struct HeartbeatState {
     world: World,
     timeouts: Timeouts,
     /// The rank whose process runs the store, or the error to report if none does.
@@ -80,7 +80,7 @@ impl Heartbeat {
         host: Option<u32>,
         place: String,
     ) -> Heartbeat {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(HeartbeatState {
             world,
             timeouts,
             host,
@@ -206,7 +206,7 @@ impl Drop for Heartbeat {
     }
 }
 
-impl Shared {
+impl HeartbeatState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("nobody panics with the lock")
     }
@@ -338,13 +338,13 @@ impl Shared {
 }
 
 impl State {
-    fn see(&mut self, seen: Vec<(u32, Seen)>) {
+    fn see(&mut self, seen: Vec<(u32, LastHeartbeat)>) {
         for (rank, seen) in seen {
             let peer = &mut self.peers[rank as usize];
             let (beat, dead) = match seen {
-                Seen::Nothing => continue,
-                Seen::Beat(beat) => (beat, false),
-                Seen::Dead(beat) => (beat, true),
+                LastHeartbeat::Nothing => continue,
+                LastHeartbeat::Beat(beat) => (beat, false),
+                LastHeartbeat::Dead(beat) => (beat, true),
             };
             // A heartbeat that cannot be parsed is ignored: the next one will follow.
             if let Some(beat) = beat

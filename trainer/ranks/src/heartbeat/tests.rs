@@ -6,14 +6,14 @@ use super::*;
 
 const OP: &str = "a test";
 
-fn shared(rank: u32, host: Option<u32>) -> Shared {
+fn shared(rank: u32, host: Option<u32>) -> HeartbeatState {
     let world = World {
         rank,
         ranks: 3,
         local_rank: rank,
         local_ranks: 3,
     };
-    Shared {
+    HeartbeatState {
         world,
         timeouts: Timeouts::default(),
         host,
@@ -32,22 +32,26 @@ fn shared(rank: u32, host: Option<u32>) -> Shared {
     }
 }
 
-fn beat(count: u64) -> Seen {
-    Seen::Beat(Some(Beat {
+fn beat(count: u64) -> LastHeartbeat {
+    LastHeartbeat::Beat(Some(Beat {
         count,
         ..Beat::default()
     }))
 }
 
-fn ended(count: u64, reason: &str) -> Seen {
-    Seen::Beat(Some(Beat {
+fn ended(count: u64, reason: &str) -> LastHeartbeat {
+    LastHeartbeat::Beat(Some(Beat {
         count,
         reached: 0,
         end: Some(reason.to_owned()),
     }))
 }
 
-fn round(shared: &Shared, one: Seen, two: Seen) -> Option<CollectiveError> {
+fn round(
+    shared: &HeartbeatState,
+    one: LastHeartbeat,
+    two: LastHeartbeat,
+) -> Option<CollectiveError> {
     let mut state = shared.lock();
     state.round += 1;
     state.see(vec![(1, one), (2, two)]);
@@ -59,7 +63,7 @@ fn round(shared: &Shared, one: Seen, two: Seen) -> Option<CollectiveError> {
 fn ranks_that_beat_are_not_blamed_and_absent_ones_are_only_absent() {
     let shared = shared(0, None);
     for count in 0..100 {
-        assert_eq!(round(&shared, beat(count), Seen::Nothing), None);
+        assert_eq!(round(&shared, beat(count), LastHeartbeat::Nothing), None);
     }
     // A heartbeat only every third round, as on a busy machine.
     for count in 0..100 {
@@ -71,7 +75,7 @@ fn ranks_that_beat_are_not_blamed_and_absent_ones_are_only_absent() {
 fn a_dead_rank_is_named_at_once() {
     let shared = shared(0, None);
     assert_eq!(round(&shared, beat(1), beat(1)), None);
-    let verdict = round(&shared, beat(2), Seen::Dead(None));
+    let verdict = round(&shared, beat(2), LastHeartbeat::Dead(None));
     assert!(matches!(
         verdict,
         Some(CollectiveError::Died { rank: 2, .. })
@@ -103,14 +107,14 @@ fn the_rank_that_stopped_first_is_blamed_and_not_those_that_gave_up_because_of_i
         assert_eq!(round(&shared, beat(0), beat(count)), None);
     }
     assert_eq!(round(&shared, beat(0), ended(8, "rank 1 is silent")), None);
-    assert_eq!(round(&shared, beat(0), Seen::Dead(None)), None);
-    let verdict = round(&shared, beat(0), Seen::Dead(None));
+    assert_eq!(round(&shared, beat(0), LastHeartbeat::Dead(None)), None);
+    let verdict = round(&shared, beat(0), LastHeartbeat::Dead(None));
     assert!(matches!(
         verdict,
         Some(CollectiveError::Silent { rank: 1, .. })
     ));
     // If rank 1 was only slow, the other rank is responsible after all.
-    let verdict = round(&shared, beat(1), Seen::Dead(None));
+    let verdict = round(&shared, beat(1), LastHeartbeat::Dead(None));
     assert!(
         matches!(&verdict, Some(CollectiveError::Left { rank: 2, reason, .. }) if reason == "rank 1 is silent"),
         "{verdict:?}"
@@ -139,7 +143,7 @@ fn nonsense_in_place_of_a_beat_is_silence() {
     round(&shared, beat(0), beat(0));
     let mut verdict = None;
     for count in 1..=10 {
-        verdict = round(&shared, Seen::Beat(None), beat(count));
+        verdict = round(&shared, LastHeartbeat::Beat(None), beat(count));
     }
     assert!(matches!(
         verdict,
@@ -184,7 +188,7 @@ fn a_board_that_does_not_answer_is_its_hosts_silence() {
 #[test]
 fn one_who_comes_late_blames_the_dead_rank_and_not_the_one_that_says_so() {
     let shared = shared(0, None);
-    let verdict = round(&shared, ended(9, "rank 2 died"), Seen::Dead(None));
+    let verdict = round(&shared, ended(9, "rank 2 died"), LastHeartbeat::Dead(None));
     assert!(matches!(
         verdict,
         Some(CollectiveError::Died { rank: 2, .. })

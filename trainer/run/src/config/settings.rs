@@ -4,7 +4,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -91,8 +91,8 @@ impl RunSettings {
         if self.train.epochs.is_some() && self.train.steps < STEPS_FEW {
             self.warnings.push(format!(
                 "the run has only {}: a step takes {} of {} tokens, and the data has {windows}; for more steps lower gradient_accumulation_steps or train_micro_batch_size_per_gpu, then train.seq_len",
-                Counted(self.train.steps, "step"),
-                Counted(self.step_samples(), "window"),
+                CountOf(self.train.steps, "step"),
+                CountOf(self.step_samples(), "window"),
                 self.batch.seq_len
             ));
         }
@@ -100,7 +100,7 @@ impl RunSettings {
         if self.optimizer.lr > 0.0 && self.train.steps > 0 && rates.all(|rate| rate == 0.0) {
             self.warnings.push(format!(
                 "the run learns nothing: its warm-up takes all of {} and starts at a learning rate of 0; make more steps, or shorten the warm-up (scheduler.params)",
-                Counted(self.train.steps, "step")
+                CountOf(self.train.steps, "step")
             ));
         }
         let epochs = self.epochs(windows);

@@ -1,6 +1,6 @@
 //! The first lines of a run's plan: optimizer, learning rate, gradient clipping and precision.
 
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 
 use super::{
     LrSchedule, MasterType, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, Rate,
@@ -81,7 +81,7 @@ pub(crate) fn summary_of_schedule(schedule: &LrSchedule) -> String {
             format!(
                 "constant, up to {} in {}, then level",
                 Rate(*lr),
-                Counted(*warmup_steps, "step")
+                CountOf(*warmup_steps, "step")
             )
         }
         LrSchedule::Linear {
@@ -133,11 +133,11 @@ fn to_zero(lr: f64, warmup_steps: u64, total_steps: u64) -> String {
     let lr = Rate(lr);
     match warmup_steps {
         0 => {
-            let total = Counted(total_steps, "step");
+            let total = CountOf(total_steps, "step");
             format!("from {lr} down to 0 over {total}, no warm-up")
         }
         _ => {
-            let warmup = Counted(warmup_steps, "step");
+            let warmup = CountOf(warmup_steps, "step");
             format!("up to {lr} in {warmup}, then down to 0 at step {total_steps}")
         }
     }
@@ -148,6 +148,6 @@ fn rise(warmup: &Warmup) -> String {
         "from {} up to {} in {}",
         Rate(warmup.min_lr),
         Rate(warmup.max_lr),
-        Counted(warmup.steps, "step")
+        CountOf(warmup.steps, "step")
     )
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use serde::{Deserialize, Serialize};
 
 /// Different roles that are named.
@@ -158,7 +158,7 @@ fn line(kind: &Kind, count: &Count) -> String {
         all,
         examples,
     } = count;
-    let of = |what: &'static str| format!("{wrong} of {}", Counted(*all, what));
+    let of = |what: &'static str| format!("{wrong} of {}", CountOf(*all, what));
     let example = examples.join("; ");
     match kind {
         Kind::Answers => format!(
@@ -167,7 +167,7 @@ fn line(kind: &Kind, count: &Count) -> String {
         ),
         Kind::Role(role) => format!(
             "{} of the role \"{role}\" {} not learned, because only the role \"assistant\" is ({example})",
-            Counted(*wrong, "message"),
+            CountOf(*wrong, "message"),
             if *wrong == 1 { "is" } else { "are" }
         ),
         Kind::Tools => format!(
@@ -188,12 +188,12 @@ fn line(kind: &Kind, count: &Count) -> String {
         ),
         Kind::Windows => format!(
             "{} without a token that counts in the loss {} left out ({example})",
-            Counted(*wrong, "window"),
+            CountOf(*wrong, "window"),
             if *wrong == 1 { "is" } else { "are" }
         ),
         Kind::Records => format!(
             "{} could not be read and {} skipped (data.on_bad_record): {example}",
-            Counted(*wrong, "record"),
+            CountOf(*wrong, "record"),
             if *wrong == 1 { "is" } else { "are" }
         ),
     }

@@ -24,7 +24,7 @@ mod tokenize;
 
 use std::path::Path;
 
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 
 use crate::config::Packing;
 use cache::Stored;
@@ -185,33 +185,33 @@ impl Data {
             tokens,
             ..
         } = self;
-        let mut text = Counted(*files as u64, "file").to_string();
+        let mut text = CountOf(*files as u64, "file").to_string();
         if !self.records.is_empty() {
             text += &format!(" ({})", self.records);
         }
-        let documents_text = Counted(*documents, "document");
+        let documents_text = CountOf(*documents, "document");
         text += &format!(", {documents_text}, {tokens} tokens");
         // Besides the first tokens of documents.
         if self.counted + documents < *tokens {
             text += &format!(", {} of them count in the loss", self.counted);
         }
-        let windows = Counted(self.windows(), "window");
+        let windows = CountOf(self.windows(), "window");
         text += &format!(", {windows} of {} tokens", self.seq_len);
         if self.holdout_windows() > 0 {
             text += &format!(" and {} more for validation", self.holdout_windows());
         }
         if self.repeated > 0 {
-            let repeated = Counted(self.repeated, "document");
+            let repeated = CountOf(self.repeated, "document");
             text += &format!(
                 "; {repeated} for earlier answers, which the chat template changes once others follow"
             );
         }
         if self.divided > 0 {
-            let divided = Counted(self.divided, "document");
+            let divided = CountOf(self.divided, "document");
             text += &format!("; {divided} longer than a window (cut)");
         }
         if self.unanswered > 0 {
-            let unanswered = Counted(self.unanswered, "document");
+            let unanswered = CountOf(self.unanswered, "document");
             text += &format!("; {unanswered} with an empty answer, which the model learns to give");
         }
         if self.packing == Packing::Documents && self.separate {

@@ -2,7 +2,7 @@
 
 use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
-use swapper::{Opened, Optimizer, Swapper};
+use swapper::{OpenReport, Optimizer, Swapper};
 
 use super::Prepared;
 use super::RunError;
@@ -60,7 +60,7 @@ impl Prepared {
         &self,
         plan: &Plan,
         checkpoint_tap: &CheckpointTap,
-    ) -> Result<(TileBackend, Opened), RunError> {
+    ) -> Result<(TileBackend, OpenReport), RunError> {
         let groups = param_groups(&plan.units, &self.settings.optimizer);
         let in_gpu = |gpu, groups| {
             let layout = plan.kept_in_gpu().cut()?;
@@ -70,7 +70,7 @@ impl Prepared {
         let gpu = self.gpu.as_ref();
         if let Some(gpu) = gpu.filter(|_| plan.lives_in_gpu()) {
             let backend = in_gpu(gpu, groups)?;
-            let opened = Opened {
+            let opened = OpenReport {
                 resumed: None,
                 resumed_own: None,
                 generation: 0,

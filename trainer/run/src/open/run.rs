@@ -27,7 +27,7 @@ pub struct OpenRun<S = (), G = ()> {
     pub backend: TileBackend<S, G>,
     /// Registration of the slots as pinned memory of the GPU.
     pub(super) _pinned: Option<Registration>,
-    pub opened: swapper::Opened,
+    pub opened: swapper::OpenReport,
     pub state: RunState,
     /// Origin of a fresh run's weights, shown on the console.
     pub started_with: String,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use serde::Serialize;
 
 use super::Plan;
@@ -56,7 +56,7 @@ impl fmt::Display for Outlook {
             f,
             "time      about {} for {}, {} tokens",
             Span(self.run_s),
-            Counted(self.steps, "step"),
+            CountOf(self.steps, "step"),
             Count(self.tokens as f64)
         )?;
         if let Some(epochs) = self.epochs {

@@ -1,6 +1,6 @@
 //! Compares a run with what the daemon behind `offload.socket` lets its user have: quotas, and what others have left.
 
-use offload_support::units::{ApproxBytes, Counted};
+use offload_support::units::{ApproxBytes, CountOf};
 use swapper::Daemon;
 
 use super::problems::{Problem, ProblemKind};
@@ -57,8 +57,8 @@ impl Plan {
                 ProblemKind::Settings,
                 format!(
                     "the run has {} on this node, but offloadd lets this user open {} now",
-                    Counted(ranks, "rank"),
-                    Counted(info.session_free_count, "session")
+                    CountOf(ranks, "rank"),
+                    CountOf(info.session_free_count, "session")
                 ),
                 quota("sessions_max"),
             ));

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::Comm;
-use offload_support::units::Counted;
+use offload_support::units::CountOf;
 use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
 
@@ -594,7 +594,7 @@ impl Training {
             match (is_idle, self.settings.placement.has_store()) {
                 (true, _) if step > steps => say(&format!(
                     "done: the run is at step {step}, beyond the {} that the settings ask for, so no step was made; {metrics}",
-                    Counted(steps, "step")
+                    CountOf(steps, "step")
                 )),
                 // Tiles that nobody read may be damaged.
                 (true, true) if step > 0 => say(&format!(

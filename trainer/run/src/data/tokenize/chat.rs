@@ -19,7 +19,7 @@
 use std::cell::LazyCell;
 use std::ops::Range;
 
-use chat_template::{Map, Rendered, Value};
+use chat_template::{Map, RenderedText, Value};
 
 use super::special::Special;
 use crate::data::findings::{Finding, Kind};
@@ -91,7 +91,7 @@ impl Template {
 
     fn by_marks(&self, conversation: &Conversation) -> Result<Chat, String> {
         let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
-        let Rendered {
+        let RenderedText {
             text,
             generated: mut counted,
         } = self.rendered(messages, tools, false)?;
@@ -321,7 +321,7 @@ impl Template {
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
-    ) -> Result<Rendered, String> {
+    ) -> Result<RenderedText, String> {
         let mut values = self.tokens.clone();
         for (name, value) in [
             ("messages", messages.to_vec().into()),
