@@ -36,7 +36,7 @@ use offload_support::{errln, outln, plain_log};
 use training_ranks::World;
 use training_run::AskTorch;
 use training_run::config::{RunSettings, setting_like};
-use training_run::open::Start;
+use training_run::open::StartPoint;
 use training_run::run_fingerprint::run_fingerprint;
 use training_state::run::CheckpointName;
 use training_state::trace::{STEPS_DEFAULT, Trace};
@@ -152,7 +152,7 @@ pub struct TrainArgs {
     /// Return to the run's checkpoint of this step, or start from the checkpoint in this directory. With "newest", resume from
     /// the store, and from the newest checkpoint if drives were lost or the number of nodes has changed.
     #[arg(long, value_name = "STEP|DIR|newest", conflicts_with = "fresh")]
-    resume_from: Option<Start>,
+    resume_from: Option<StartPoint>,
     /// Write a checkpoint into this directory if the run directory has no room for it, as train.checkpoint_dir says.
     #[arg(long, value_name = "DIR")]
     checkpoint_dir: Option<PathBuf>,
@@ -177,11 +177,11 @@ impl TrainArgs {
     }
 
     /// Where the run starts.
-    pub fn start(&self) -> Start {
+    pub fn start(&self) -> StartPoint {
         let otherwise = if self.fresh {
-            Start::Fresh
+            StartPoint::Fresh
         } else {
-            Start::GoOn
+            StartPoint::GoOn
         };
         self.resume_from.clone().unwrap_or(otherwise)
     }

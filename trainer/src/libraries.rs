@@ -15,7 +15,7 @@ const FETCH: &str = "/usr/share/offloadd-trainer/fetch-libtorch.py";
 
 /// The loader's answer about a program.
 #[derive(Debug, Default, PartialEq)]
-struct Loaded {
+struct LoaderAnswer {
     /// Libraries that were not found.
     missing: Vec<String>,
     /// Complaints about versions of symbols: a library is older than the one at build time.
@@ -58,7 +58,7 @@ pub(crate) fn library_path(program: &Path) -> Result<Option<OsString>, String> {
 }
 
 /// Asks the loader which libraries it would load.
-fn load(program: &Path, library_path: Option<&OsString>) -> Option<Loaded> {
+fn load(program: &Path, library_path: Option<&OsString>) -> Option<LoaderAnswer> {
     let mut command = Command::new(program);
     command.env("LD_TRACE_LOADED_OBJECTS", "1");
     command.envs(library_path.map(|path| ("LD_LIBRARY_PATH", path)));
@@ -70,8 +70,8 @@ fn load(program: &Path, library_path: Option<&OsString>) -> Option<Loaded> {
 }
 
 /// Reads the loader's lists: `NAME => PATH (ADDRESS)`, `NAME => not found`, `PATH: version `NAME' not found (...)`.
-fn parse([list, complaints]: &[String; 2]) -> Loaded {
-    let mut loaded = Loaded::default();
+fn parse([list, complaints]: &[String; 2]) -> LoaderAnswer {
+    let mut loaded = LoaderAnswer::default();
     for (name, place) in list
         .lines()
         .filter_map(|line| line.trim().split_once(" => "))
@@ -93,7 +93,7 @@ fn parse([list, complaints]: &[String; 2]) -> Loaded {
 }
 
 /// Returns why a program cannot run with these libraries; `None` if it can.
-fn refusal(loaded: &Loaded) -> Option<String> {
+fn refusal(loaded: &LoaderAnswer) -> Option<String> {
     if !loaded.missing.is_empty() {
         return Some(format!("not found: {}", loaded.missing.join(", ")));
     }
@@ -178,7 +178,7 @@ fn is_torchs(library: &str) -> bool {
 }
 
 /// Says which libraries the program misses, where they were looked for, and what to do.
-fn text(program: &Path, found: &Loaded, tried: &[String]) -> String {
+fn text(program: &Path, found: &LoaderAnswer, tried: &[String]) -> String {
     let (torchs, systems): (Vec<&String>, Vec<&String>) =
         found.missing.iter().partition(|name| is_torchs(name));
     let mut lines = vec![format!("cannot start: {}", tried[0])];
@@ -230,7 +230,7 @@ fn package(library: &str) -> String {
 mod tests {
     use super::*;
 
-    fn loaded(list: &str, complaints: &str) -> Loaded {
+    fn loaded(list: &str, complaints: &str) -> LoaderAnswer {
         parse(&[list.to_owned(), complaints.to_owned()])
     }
 

@@ -21,7 +21,7 @@ const GENERATIONS: u64 = 3;
 
 /// Results that a process got.
 #[derive(Debug, Default)]
-struct Told {
+struct CallResults {
     defined: bool,
     acknowledged: u64,
     /// Kind of the refusal that ended it.
@@ -46,13 +46,13 @@ impl Fresh {
     }
 
     /// Runs a daemon with this fault. Returns `None` in place of the daemon if it refused to start with a reason.
-    fn story(&self, injected_fault: &str) -> (Told, Option<Daemon>) {
+    fn story(&self, injected_fault: &str) -> (CallResults, Option<Daemon>) {
         for (path, bytes) in &self.devices {
             std::fs::write(path, bytes).unwrap();
         }
         let mut command = self.store.serve_command();
         command.env("OFFLOADD_FAULT", injected_fault);
-        let mut told = Told::default();
+        let mut told = CallResults::default();
         let socket = self.store.socket();
         let started = std::panic::catch_unwind(AssertUnwindSafe(|| Daemon::start(command, socket)));
         let Ok(daemon) = started else {
@@ -64,7 +64,7 @@ impl Fresh {
     }
 
     /// Asserts that a daemon without faults finds everything acknowledged, intact.
-    fn check(&self, told: &Told, injected_fault: &str) {
+    fn check(&self, told: &CallResults, injected_fault: &str) {
         let daemon = self.store.serve();
         let mut control = daemon.control();
         let reply = control.open_session(open("tiny")).unwrap();
@@ -89,7 +89,7 @@ impl Fresh {
 }
 
 /// Runs all steps of a job, until something is refused.
-fn drive_faults(daemon: &Daemon, told: &mut Told) -> Result<(), FaultKind> {
+fn drive_faults(daemon: &Daemon, told: &mut CallResults) -> Result<(), FaultKind> {
     let kind = |fault: Fault| fault.kind;
     let mut control = daemon.control();
     let reply = control.open_session(open("tiny")).map_err(kind)?;

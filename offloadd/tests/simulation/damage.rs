@@ -33,12 +33,12 @@ const BLOCK: u64 = 4096;
 const WEAR: std::ops::Range<u64> = 896 << 10..1 << 20;
 
 /// Records which blocks are read.
-struct Watched<'a> {
+struct WatchedDisks<'a> {
     disks: &'a mut SimDisks,
     read: BTreeSet<(usize, u64)>,
 }
 
-impl Blocks for Watched<'_> {
+impl Blocks for WatchedDisks<'_> {
     fn count(&self) -> usize {
         self.disks.count()
     }
@@ -72,7 +72,7 @@ impl Blocks for Watched<'_> {
 }
 
 fn read_blocks(disks: &mut SimDisks) -> Vec<(usize, u64)> {
-    let mut watched = Watched {
+    let mut watched = WatchedDisks {
         disks,
         read: BTreeSet::new(),
     };

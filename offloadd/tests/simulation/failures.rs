@@ -19,7 +19,7 @@ const TILES: u32 = 3;
 
 /// The acknowledged state.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Acknowledged {
+struct AcknowledgedState {
     defined: bool,
     generation: u64,
 }
@@ -29,7 +29,7 @@ fn seed(generation: u64, tile: u32) -> u64 {
 }
 
 /// Starts, defines, commits three generations over two "nodes", and closes. Ends at the first refusal.
-fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRandom) {
+fn story(disks: SimDisks, acknowledged: &mut AcknowledgedState) -> (SimDisks, SimRandom) {
     let mut world = match World::try_start(disks, SimRandom::new(3)) {
         Ok(world) => world,
         Err(failed) => {
@@ -55,7 +55,7 @@ fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRand
 fn outcome_of(
     world: &mut World,
     process: Process,
-    acknowledged: &mut Acknowledged,
+    acknowledged: &mut AcknowledgedState,
 ) -> Result<(), FaultKind> {
     world
         .define(process, definition(TILES, Durability::Committed, 2))
@@ -80,7 +80,7 @@ fn outcome_of(
 }
 
 /// Restarts on working devices and compares with the acknowledged state.
-fn check(disks: SimDisks, random: SimRandom, acknowledged: Acknowledged, silent: bool) {
+fn check(disks: SimDisks, random: SimRandom, acknowledged: AcknowledgedState, silent: bool) {
     let mut disks = disks;
     disks.plan = None;
     let damaged = verify(&mut disks).unwrap().damaged_tiles;
@@ -108,7 +108,7 @@ fn check(disks: SimDisks, random: SimRandom, acknowledged: Acknowledged, silent:
 }
 
 fn every_operation(faults: &[SimFault], silent: bool) {
-    let mut whole = Acknowledged::default();
+    let mut whole = AcknowledgedState::default();
     let (disks, _) = story(formatted(), &mut whole);
     assert_eq!(whole.generation, 3);
     let first = formatted().operation_count();
@@ -126,7 +126,7 @@ fn every_operation(faults: &[SimFault], silent: bool) {
                     for_good,
                     fault,
                 });
-                let mut acknowledged = Acknowledged::default();
+                let mut acknowledged = AcknowledgedState::default();
                 let (disks, random) = story(disks, &mut acknowledged);
                 check(disks, random, acknowledged, silent);
             }
@@ -204,7 +204,7 @@ fn resume_newest(disks: SimDisks) -> (SimDisks, Result<(), FaultKind>) {
 
 #[test]
 fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
-    let mut whole = Acknowledged::default();
+    let mut whole = AcknowledgedState::default();
     let (disks, _) = story(formatted(), &mut whole);
     let first = disks.operation_count();
     let (after, read) = resume_newest(disks.clone());

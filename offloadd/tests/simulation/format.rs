@@ -287,12 +287,12 @@ fn another_version_is_refused_untouched() {
 }
 
 /// Fails permanently after this many writes and flushes.
-struct Cut<'a> {
+struct CutOffDisks<'a> {
     disks: &'a mut SimDisks,
     left_count: usize,
 }
 
-impl Cut<'_> {
+impl CutOffDisks<'_> {
     fn pass(&mut self, op: IoOp) -> Result<(), BlockError> {
         let Some(left) = self.left_count.checked_sub(1) else {
             return Err(BlockError {
@@ -308,7 +308,7 @@ impl Cut<'_> {
     }
 }
 
-impl Blocks for Cut<'_> {
+impl Blocks for CutOffDisks<'_> {
     fn count(&self) -> usize {
         self.disks.count()
     }
@@ -344,7 +344,7 @@ fn whoever_follows_what_is_said_after_a_format_was_cut_off_has_a_store() {
         let mut advised = std::collections::BTreeSet::new();
         for left_count in 0.. {
             let mut disks = before.clone();
-            let mut cut = Cut {
+            let mut cut = CutOffDisks {
                 disks: &mut disks,
                 left_count,
             };

@@ -32,13 +32,13 @@ const STATE: u8 = 1;
 const NAMES: u8 = 2;
 
 /// A store and the hand-over of its last daemon.
-struct Handed {
+struct HandedOverStore {
     store: RecoveredStore,
     state: HandoverState,
 }
 
-fn handed() -> &'static Handed {
-    static HANDED: OnceLock<Handed> = OnceLock::new();
+fn handed() -> &'static HandedOverStore {
+    static HANDED: OnceLock<HandedOverStore> = OnceLock::new();
     HANDED.get_or_init(|| {
         let mut world = World::start(formatted(), SimRandom::new(5));
         // Two ranks, one generation committed, some tiles written since (one write failed), and scratch tiles.
@@ -84,7 +84,7 @@ fn handed() -> &'static Handed {
         state.handover = 7;
         let (mut disks, _) = world.crash(false);
         let store = recover::read(&mut disks).unwrap();
-        Handed { store, state }
+        HandedOverStore { store, state }
     })
 }
 

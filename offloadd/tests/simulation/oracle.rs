@@ -20,7 +20,7 @@ pub(super) struct Snapshot {
 }
 
 /// The oracle's knowledge of a job.
-pub(super) struct Known {
+pub(super) struct KnownJob {
     pub(super) name: JobName,
     pub(super) tile_count: u32,
     pub(super) nodes: u32,
@@ -35,7 +35,7 @@ pub(super) struct Known {
     pub(super) confirmed: u64,
 }
 
-impl Known {
+impl KnownJob {
     /// Makes a job that is not defined yet.
     pub(super) fn random(name: &str, random: &mut SimRandom) -> Self {
         // A job written in place has no generation before, and so waits for no other node.

@@ -13,7 +13,7 @@ use swapper::{Kind, Swapper, SwapperError, SwapperSettings, TileRange, UninitTil
 use training_state::fingerprint::Fingerprint;
 use training_state::ranks::{RankError, Ranks};
 use training_state::run::{
-    Checkpoint, CheckpointDescription, CheckpointError, SavedFile, Sent, TileWriter, copy_files,
+    Checkpoint, CheckpointDescription, CheckpointError, SavedFile, SentFile, TileWriter, copy_files,
 };
 
 use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
@@ -199,8 +199,8 @@ pub(crate) fn copy_between_nodes(
             why,
         }),
         None => {
-            let tiles = tiles.iter().map(|file| Sent::of_tiles(&source, file));
-            let others = others.iter().map(|file| Sent::of_file(&source, file));
+            let tiles = tiles.iter().map(|file| SentFile::of_tiles(&source, file));
+            let others = others.iter().map(|file| SentFile::of_file(&source, file));
             Ok(tiles.chain(others).collect())
         }
     };

@@ -15,7 +15,7 @@ use swapper::{
     Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
-use training_state::plan::Measured;
+use training_state::plan::MeasuredRates;
 use training_state::ranks::{node_of, ranks_of};
 use training_state::run::{RunId, resolved};
 use training_state::store::{self, OtherJob, StoreFiles, device_file_bytes, other_job};
@@ -384,10 +384,10 @@ pub(crate) fn open(
     let optimizers = optimizers(&plan, &scalars, settings.tile_elems)?;
     let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
     if let Some((read, write)) = opened.rates().filter(|_| plan.rank == plan.local().start) {
-        let measured = Measured {
+        let measured = MeasuredRates {
             read_bytes_per_s: Some(read),
             write_bytes_per_s: Some(write),
-            ..Measured::read(&plan.run_dir).unwrap_or_default()
+            ..MeasuredRates::read(&plan.run_dir).unwrap_or_default()
         };
         // Without the file a later plan assumes rates.
         let _ = measured.write(&plan.run_dir);

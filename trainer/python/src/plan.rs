@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use serde::Serialize;
 use swapper::{Bound, Durability, StepRates, bound};
 use training_state::metrics::MetricsFile;
-use training_state::plan::Measured;
+use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
     BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
 };
@@ -71,7 +71,7 @@ impl Outlook {
         let units = 0..settings.units.len();
         let bytes = settings.step_bytes().map_err(failed)?;
         let drives = plan.nvme.len() as u64;
-        let found = Measured::read(&plan.run_dir).unwrap_or_default();
+        let found = MeasuredRates::read(&plan.run_dir).unwrap_or_default();
         let rates = (found.read_bytes_per_s).zip(found.write_bytes_per_s);
         let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or((
             DRIVE_READ_BYTES_PER_S * drives.max(1) as f64,

@@ -43,7 +43,7 @@ impl RunRecord {
     /// There is no run, or its format is unknown.
     pub(crate) fn read(dir: &Path) -> Result<Self, RecordError> {
         #[derive(Deserialize)]
-        struct Layout {
+        struct RecordedLayout {
             model: ModelConfig,
             dtype: String,
             tile_elems: u64,
@@ -59,7 +59,7 @@ impl RunRecord {
             dir: dir.to_owned(),
             message,
         };
-        let layout: Layout = serde_json::from_value(description.layout.clone())
+        let layout: RecordedLayout = serde_json::from_value(description.layout.clone())
             .map_err(|error| unknown(error.to_string()))?;
         let dtype = Dtype::parse(&layout.dtype)
             .ok_or_else(|| unknown(format!("its number type is {}", layout.dtype)))?;

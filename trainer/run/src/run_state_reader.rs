@@ -8,7 +8,7 @@ use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
-use crate::open::{OpenRun, Prepared, RunError, Site, Start, repair};
+use crate::open::{OpenRun, PreparedRun, RunError, Site, StartPoint, repair};
 use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState, resolved};
 
 /// Reader of one state of a run.
@@ -24,10 +24,10 @@ pub(crate) struct RunStateReader {
 
 enum Tiles {
     Store(Box<OpenRun>),
-    Checkpoint(Box<Saved>),
+    Checkpoint(Box<OpenCheckpoint>),
 }
 
-struct Saved {
+struct OpenCheckpoint {
     checkpoint: Checkpoint,
     layout: Layout,
     /// Lock of the run's directory, so that the checkpoint is not removed while it is read; `None` for
@@ -49,20 +49,20 @@ impl RunStateReader {
         // One process reads what any number of ranks wrote.
         (settings.ranks, settings.local_ranks) = (1, 1);
         let has_store = settings.placement.has_store();
-        let start = checkpoint.map_or(Start::GoOn, Start::Checkpoint);
+        let start = checkpoint.map_or(StartPoint::GoOn, StartPoint::Checkpoint);
         repair(&settings, &mut |note| tracing::warn!("{note}"))?;
         let run_dir = resolved(&settings.train.run_dir);
         if has_store
-            && start == Start::GoOn
+            && start == StartPoint::GoOn
             && let Some(described) = RunDir::described(&run_dir)?
             && described.nodes > 1
         {
             let nodes = described.nodes;
             return Err(RunError::OnNodes { run_dir, nodes });
         }
-        let prepared = Prepared::new(settings, &start, Site::alone(&run_dir)?)?;
+        let prepared = PreparedRun::new(settings, &start, Site::alone(&run_dir)?)?;
         let (units, format) = (prepared.plan.units.clone(), prepared.plan.format);
-        if has_store && start == Start::GoOn {
+        if has_store && start == StartPoint::GoOn {
             let run = prepared.open_existing()?;
             return Ok(Self {
                 state: run.state.clone(),
@@ -79,7 +79,7 @@ impl RunStateReader {
             state: RunState::decode(&blob)?,
             units,
             format,
-            tiles: Tiles::Checkpoint(Box::new(Saved {
+            tiles: Tiles::Checkpoint(Box::new(OpenCheckpoint {
                 checkpoint,
                 layout,
                 _dir: dir,

@@ -27,9 +27,9 @@ pub mod toml;
 mod values;
 
 pub use error::SettingsError;
-pub use parse::{Parsed, parse};
+pub use parse::{ParsedSettings, parse};
 pub use rate::Rate;
-pub use reader::{Reader, Said, WrittenFor};
+pub use reader::{Reader, Remarks, WrittenFor};
 pub use source::{Source, apply_overrides};
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use training_state::monitor::Reports;

@@ -8,8 +8,8 @@ use training_state::learning_rate::LrSchedule;
 use training_state::overflow::OverflowPolicy;
 
 use crate::error::SettingsError;
-use crate::parse::{Parsed, parse};
-use crate::reader::{Reader, Said};
+use crate::parse::{ParsedSettings, parse};
+use crate::reader::{Reader, Remarks};
 use crate::resolve::batch::{Batch, Sizes, batch};
 use crate::resolve::optimizer::{master, moments, optimizer};
 use crate::resolve::precision::{is_on, scaling};
@@ -127,11 +127,11 @@ pub fn read_json(path: &Path) -> Result<Value, SettingsError> {
 /// # Errors
 /// All errors found, each with the key's path and what to do.
 pub fn check(mut tree: Value, name: &str, ranks: u32) -> Result<PackageSettings, SettingsError> {
-    let mut said = Said::default();
+    let mut said = Remarks::default();
     let ignored = deepspeed::simplify(&mut tree, Reader::Package);
     deepspeed::note_ignored(&ignored, name, Reader::Package, &mut said);
     let has_optimizer = is_filled(&tree, "optimizer");
-    let Parsed {
+    let ParsedSettings {
         config,
         faults,
         without_effect,
@@ -181,7 +181,7 @@ fn resolve(
                 &config.optimizer,
                 &Bf16Toml::default(),
                 Reader::Package,
-                &mut Said::default(),
+                &mut Remarks::default(),
                 faults,
             );
             found.map(|found| Optimizer {

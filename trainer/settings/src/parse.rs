@@ -5,11 +5,11 @@ use serde_json::Value;
 
 use crate::error::SettingsError;
 use crate::keys;
-use crate::reader::{Reader, Said};
-use crate::schema::Typed;
+use crate::reader::{Reader, Remarks};
+use crate::schema::KeyType;
 
 /// A tree of settings as the tables that its reader has, and the errors in it. What was wrong is left out of the tables.
-pub struct Parsed<T> {
+pub struct ParsedSettings<T> {
     pub config: T,
     pub faults: Vec<SettingsError>,
     /// Keys without effect.
@@ -17,13 +17,13 @@ pub struct Parsed<T> {
 }
 
 /// Checks every key of `tree` and its type. `said` receives what "auto" became, for the trainer.
-pub fn parse<T: Typed + DeserializeOwned>(
+pub fn parse<T: KeyType + DeserializeOwned>(
     mut tree: Value,
     reader: Reader,
-    said: &mut Said,
-) -> Parsed<T> {
+    said: &mut Remarks,
+) -> ParsedSettings<T> {
     whole_numbers(&mut tree);
-    let keys::Checked {
+    let keys::KeyFindings {
         note,
         without_effect,
         mut faults,
@@ -37,7 +37,7 @@ pub fn parse<T: Typed + DeserializeOwned>(
     }
     faults.extend(keys::take_wrong_types(&mut tree, &T::KIND));
     let config = serde_json::from_value(tree).expect("every value is of a type that its key takes");
-    Parsed {
+    ParsedSettings {
         config,
         faults,
         without_effect,

@@ -22,7 +22,7 @@ pub enum WrittenFor {
 
 /// Messages for the person who wrote the settings.
 #[derive(Clone, Debug, Default)]
-pub struct Said {
+pub struct Remarks {
     /// Choices that may differ from what was intended.
     pub warnings: Vec<String>,
     pub notes: Vec<String>,

@@ -36,7 +36,7 @@ pub struct Kind {
 }
 
 /// Type that a key may have.
-pub trait Typed {
+pub trait KeyType {
     const KIND: Kind;
 }
 
@@ -61,14 +61,14 @@ impl Kind {
 }
 
 /// An optional key has the kind of its value.
-impl<T: Typed> Typed for Option<T> {
+impl<T: KeyType> KeyType for Option<T> {
     const KIND: Kind = T::KIND;
 }
 
 /// Declares the names of types in error messages.
 macro_rules! typed {
     ($($type:ty = $words:literal;)*) => { $(
-        impl $crate::schema::Typed for $type {
+        impl $crate::schema::KeyType for $type {
             const KIND: $crate::schema::Kind = $crate::schema::Kind::parsed_as::<$type>($words);
         }
     )* };
@@ -112,11 +112,11 @@ macro_rules! keys {
             )*
         }
 
-        impl $crate::schema::Typed for $table {
+        impl $crate::schema::KeyType for $table {
             const KIND: $crate::schema::Kind = $crate::schema::Kind::table(&[
                 $($crate::schema::Field {
                     name: $crate::schema::first!($($name,)? stringify!($field)),
-                    kind: <$type as $crate::schema::Typed>::KIND,
+                    kind: <$type as $crate::schema::KeyType>::KIND,
                     default: $crate::schema::first!($($default,)? ""),
                     is_trainers: $crate::schema::first!($($crate::schema::is_trainers!($only),)? false),
                     #[cfg(test)]

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::deepspeed::{self, DeepSpeedFile};
 use crate::error::SettingsError;
-use crate::reader::{Reader, Said, WrittenFor};
+use crate::reader::{Reader, Remarks, WrittenFor};
 use crate::{files, json, keys};
 
 /// Configuration files of a run, and the values that replace theirs.
@@ -100,7 +100,7 @@ impl Source {
 
 impl Tree {
     /// Returns whose defaults apply, and says what the DeepSpeed file has without effect.
-    pub fn written_for(&self, said: &mut Said) -> WrittenFor {
+    pub fn written_for(&self, said: &mut Remarks) -> WrittenFor {
         let Some(file) = &self.deepspeed else {
             return WrittenFor::Us;
         };

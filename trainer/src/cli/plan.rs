@@ -12,9 +12,8 @@ use training_run::config::RunSettings;
 use training_run::data::{self, length};
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, PlanError, Question,
-    REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
-    read_model,
+    Beginning, Drives, Hardware, Overrides, PlacesTable, Plan, PlanError, Question, REPORT_VERSION,
+    Refusal, RunLength, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
 };
 use training_state::run::{RunId, resolved};
 
@@ -193,8 +192,8 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
         fp32: asked.fp32,
         ranks: args.machine.all_ranks().unwrap_or(1),
         length: match asked.steps {
-            Some(steps) => Length::Steps(steps),
-            None => Length::Tokens(asked.tokens),
+            Some(steps) => RunLength::Steps(steps),
+            None => RunLength::Tokens(asked.tokens),
         },
     };
     let mut settings = question.settings(&model, &args.sets)?;
@@ -239,7 +238,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
 
 fn plan_run(
     settings: &RunSettings,
-    length: Option<data::Length>,
+    length: Option<data::DataLength>,
     args: &PlanArgs,
     torch: AskTorch,
 ) -> anyhow::Result<()> {

@@ -44,14 +44,14 @@ struct Lane {
 }
 
 /// Receiver of copies, which returns their buffers.
-pub struct Taken {
+pub struct CopyReceiver {
     pub full: Receiver<TileCopy>,
     pub empty: Sender<Vec<u8>>,
 }
 
 impl CheckpointTap {
     /// Copies the next `count` tiles that are updated.
-    pub fn want(&self, count: usize) -> Taken {
+    pub fn want(&self, count: usize) -> CopyReceiver {
         let (full, taken) = channel();
         let (given_back, empty) = channel();
         for _ in 0..BUFFERS {
@@ -63,7 +63,7 @@ impl CheckpointTap {
             left: count,
         });
         self.wanted.store(count > 0, Ordering::Release);
-        Taken {
+        CopyReceiver {
             full: taken,
             empty: given_back,
         }
@@ -112,12 +112,12 @@ impl CheckpointTap {
 }
 
 /// Optimizer that offers each updated tile to a [`CheckpointTap`].
-pub struct Copied<O> {
+pub struct TappedOptimizer<O> {
     pub optimizer: O,
     pub checkpoint_tap: CheckpointTap,
 }
 
-impl<S, O: Optimizer<S>> Optimizer<S> for Copied<O> {
+impl<S, O: Optimizer<S>> Optimizer<S> for TappedOptimizer<O> {
     fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
         let TileUpdate {
             range,

@@ -25,7 +25,7 @@ use serde_json::Value;
 use test_hooks::kill_point::{Point, reach};
 
 use crate::backend::{BackendError, TileBackend};
-use crate::checkpoint_tap::{CheckpointTap, Taken};
+use crate::checkpoint_tap::{CheckpointTap, CopyReceiver};
 use crate::ranks::{RankError, Ranks};
 use crate::run::{
     CheckpointDescription, CheckpointError, Checkpoints, NodeDirs, RunState, SavedFile, TileWriter,
@@ -95,7 +95,7 @@ enum Work {
 
 /// Progress of a rank in the exchange: one of the constants below, then bytes and fingerprint of its file, or
 /// zeros.
-type Told = [u64; 3];
+type CopyProgress = [u64; 3];
 
 const WORKING: u64 = 0;
 const WRITTEN: u64 = 1;
@@ -276,8 +276,8 @@ impl Checkpointer {
     }
 
     /// Advances according to all ranks' progress; every rank gets the same result.
-    fn apply_progress(&mut self, all: &[Told]) {
-        let is = |word: u64| move |told: &Told| told[0] == word;
+    fn apply_progress(&mut self, all: &[CopyProgress]) {
+        let is = |word: u64| move |told: &CopyProgress| told[0] == word;
         if let Some(rank) = all.iter().position(is(FAILED)) {
             return self.abandon(rank);
         }
@@ -431,7 +431,7 @@ impl UnderWay {
         };
     }
 
-    fn told(&self) -> Told {
+    fn told(&self) -> CopyProgress {
         let word = match &self.work {
             Work::Writing(_) | Work::Finishing(_) => WORKING,
             Work::Written => WRITTEN,
@@ -447,7 +447,7 @@ impl UnderWay {
 /// Writes `count` copies as they arrive.
 fn write(
     mut writer: TileWriter,
-    taken: &Taken,
+    taken: &CopyReceiver,
     count: usize,
 ) -> Result<SavedFile, CheckpointError> {
     for done in 0..count {

@@ -186,7 +186,7 @@ impl Training {
 }
 
 /// Reads a unit's weights from a file's tensors.
-fn read(unit: &UnitLayout, places: &[names::Place], file: &SafeTensors) -> UnitWeights {
+fn read(unit: &UnitLayout, places: &[names::ParamLocation], file: &SafeTensors) -> UnitWeights {
     let mut weights = UnitWeights::new(unit, Dtype::Fp32).unwrap();
     for (param, place) in unit.params.iter().zip(places) {
         let tensor = file.tensor(&place.name).unwrap();

@@ -34,7 +34,7 @@ pub(crate) enum Meet {
 
 /// Outcome of a rank.
 #[derive(Debug)]
-pub(crate) struct Ended {
+pub(crate) struct RankOutcome {
     pub(crate) success: bool,
     /// Output of the rank on stdout and stderr.
     pub(crate) output: String,
@@ -63,7 +63,7 @@ pub(crate) fn on_ranks(test: &str, ranks: &[u32], meet: Meet, body: impl FnOnce(
 }
 
 /// Asserts that every rank for which `must` is true has succeeded.
-pub(crate) fn all_succeed(ended: &[Ended], must: impl Fn(u32) -> bool) {
+pub(crate) fn all_succeed(ended: &[RankOutcome], must: impl Fn(u32) -> bool) {
     let failed = |rank: &usize| must(*rank as u32) && !ended[*rank].success;
     let failed: Vec<usize> = (0..ended.len()).filter(failed).collect();
     let outputs: Vec<String> = failed
@@ -85,7 +85,7 @@ pub(crate) fn connect(timeouts: Timeouts) -> Result<Comm, training_ranks::Collec
 }
 
 /// Runs `test` as `ranks` processes, except those in `missing`, and waits for them. Ranks that stopped themselves are killed at the end.
-pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<Ended> {
+pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<RankOutcome> {
     let dir = tempfile::tempdir().unwrap();
     let port = ReservedPort::new();
     let children: Vec<Option<Child>> = (0..ranks)
@@ -129,7 +129,7 @@ pub(crate) fn rank_command(test: &str, rank: u32, ranks: u32) -> Command {
     command
 }
 
-fn wait(mut children: Vec<Option<Child>>) -> Vec<Ended> {
+fn wait(mut children: Vec<Option<Child>>) -> Vec<RankOutcome> {
     let until = Instant::now() + BOUND;
     let mut left: Vec<usize> = (0..children.len())
         .filter(|&i| children[i].is_some())
@@ -150,7 +150,7 @@ fn wait(mut children: Vec<Option<Child>>) -> Vec<Ended> {
     }
     let ended = children.iter_mut().map(|child| {
         let Some(child) = child else {
-            return Ended {
+            return RankOutcome {
                 success: false,
                 output: "not started".to_owned(),
             };
@@ -170,7 +170,7 @@ fn wait(mut children: Vec<Option<Child>>) -> Vec<Ended> {
             .unwrap()
             .read_to_string(&mut output)
             .unwrap();
-        Ended {
+        RankOutcome {
             success: status.success(),
             output: format!("{output}\n{status}"),
         }

@@ -1,7 +1,7 @@
 //! Sessions and the tiles of their jobs: reads and writes of tiles, commits, and the generation that a job resumes from.
 //!
 //! Owns the state of every job and session. No other module changes it. The administration uses the functions of [`layout`]
-//! and [`jobs`], and learns of events here by a [`AdminNote`].
+//! and [`jobs`], and learns of events here by an [`AdminNote`].
 //!
 //! ```text
 //!   Data ─┬─ JobTable ──▶ Job: define, resume ──▶ tiles ──▶ commit ──▶ confirm

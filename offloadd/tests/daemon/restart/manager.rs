@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use super::LONG;
 use crate::common::{Control, Daemon, Session, Store, eventually};
 
-pub(super) type Kept = Vec<(String, OwnedFd)>;
+pub(super) type StoredDescriptors = Vec<(String, OwnedFd)>;
 
 /// Keeps descriptors by systemd's rules.
 pub(super) struct Manager {
@@ -31,12 +31,12 @@ impl Manager {
     }
 
     /// Starts a daemon with `kept`, and drops the descriptors that the daemon removes from the store.
-    pub(super) fn start(&self, kept: &mut Kept) -> Daemon {
+    pub(super) fn start(&self, kept: &mut StoredDescriptors) -> Daemon {
         self.start_as(self.store.serve_command(), kept)
     }
 
     /// Starts `command` as [`Self::start`] does.
-    pub(super) fn start_as(&self, mut command: Command, kept: &mut Kept) -> Daemon {
+    pub(super) fn start_as(&self, mut command: Command, kept: &mut StoredDescriptors) -> Daemon {
         command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
         std::thread::scope(|scope| {
@@ -51,7 +51,11 @@ impl Manager {
     }
 
     /// Like [`Self::start_as`], for a daemon that does not start to serve. Returns its log.
-    pub(super) fn start_in_vain(&self, mut command: Command, kept: &mut Kept) -> String {
+    pub(super) fn start_in_vain(
+        &self,
+        mut command: Command,
+        kept: &mut StoredDescriptors,
+    ) -> String {
         command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
         command.stdout(Stdio::null()).stderr(Stdio::piped());
@@ -71,7 +75,7 @@ impl Manager {
     }
 
     /// Applies the daemon's messages since the last call to `kept`.
-    fn receive(&self, kept: &mut Kept) {
+    fn receive(&self, kept: &mut StoredDescriptors) {
         loop {
             let mut bytes = [0; 4096];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
@@ -101,7 +105,7 @@ impl Manager {
     }
 
     /// Ends `daemon` in order. Returns the descriptors that it stored, and its log.
-    pub(super) fn stop(&self, mut daemon: Daemon) -> (Kept, String) {
+    pub(super) fn stop(&self, mut daemon: Daemon) -> (StoredDescriptors, String) {
         daemon.signal(Signal::TERM);
         let mut kept = Vec::new();
         eventually("it ends", LONG, || {
@@ -125,7 +129,7 @@ impl Manager {
     }
 
     /// Returns the log of a daemon that is started with `kept` and ended again.
-    pub(super) fn log_with(&self, mut kept: Kept) -> String {
+    pub(super) fn log_with(&self, mut kept: StoredDescriptors) -> String {
         let daemon = self.start(&mut kept);
         assert!(kept.is_empty(), "what was refused is kept no longer");
         self.stop(daemon).1

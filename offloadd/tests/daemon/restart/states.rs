@@ -11,11 +11,11 @@ use offloadd::store::recover;
 use rustix::process::Signal;
 
 use super::LONG;
-use super::manager::{Kept, Manager, reattach};
+use super::manager::{Manager, StoredDescriptors, reattach};
 use crate::common::{Session, Store, expect_tiles, fill_tiles};
 
 /// Makes a daemon with one session of 4 tiles, all written and none committed; then stops the daemon.
-fn stopped() -> (Manager, Session, Kept) {
+fn stopped() -> (Manager, Session, StoredDescriptors) {
     let manager = Manager::new(Store::new(1, "auto"));
     let daemon = manager.start(&mut Vec::new());
     let mut control = daemon.control();
@@ -38,13 +38,13 @@ fn stopped() -> (Manager, Session, Kept) {
 }
 
 /// Returns `kept` with another state.
-fn with_state(mut kept: Kept, state: OwnedFd) -> Kept {
+fn with_state(mut kept: StoredDescriptors, state: OwnedFd) -> StoredDescriptors {
     let at = kept.iter().position(|(name, _)| is_state(name)).unwrap();
     kept[at].1 = state;
     kept
 }
 
-fn state_of(kept: &Kept) -> HandoverState {
+fn state_of(kept: &StoredDescriptors) -> HandoverState {
     let (_, state) = kept.iter().find(|(name, _)| is_state(name)).unwrap();
     handover::open(state).unwrap()
 }
@@ -144,7 +144,7 @@ fn written(state: &mut HandoverState) -> &mut message::HandoverWrite {
     state.jobs[0].tiles[0].written.as_mut().unwrap()
 }
 
-fn copies(kept: &Kept) -> Kept {
+fn copies(kept: &StoredDescriptors) -> StoredDescriptors {
     let copy = |(name, fd): &(String, OwnedFd)| (name.clone(), fd.try_clone().unwrap());
     kept.iter().map(copy).collect()
 }
@@ -176,8 +176,9 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
 }
 
 /// Restores the claim and the catalog's sequence, as if no daemon had adopted the state or served since.
-fn renew(store: &Store, kept: &mut Kept) {
-    let ends = |kept: &Kept, end| kept.iter().position(|(name, _)| name.ends_with(end));
+fn renew(store: &Store, kept: &mut StoredDescriptors) {
+    let ends =
+        |kept: &StoredDescriptors, end| kept.iter().position(|(name, _)| name.ends_with(end));
     let claim = ends(kept, "-claim").unwrap();
     kept[claim].1 = rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap();
     if let Some(at) = ends(kept, "-state") {
@@ -200,7 +201,7 @@ fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
     fill_tiles(&mut session, 4, 2, 9);
     let (second, _) = manager.stop(daemon);
     // In this case the manager did not process the request to remove the descriptors.
-    let mut both: Kept = copies(&first);
+    let mut both: StoredDescriptors = copies(&first);
     both.extend(copies(&second));
     let daemon = manager.start(&mut both);
     reattach(&mut daemon.control(), &session);

@@ -28,7 +28,7 @@ use test_hooks::random::SimRandom;
 use self::ranks::{
     begin, begin_and_be_cut_off, commit, die, submit, take_commits, take_completions,
 };
-use super::oracle::Known;
+use super::oracle::KnownJob;
 use super::trouble::{Trouble, told};
 use super::world::{World, formatted};
 
@@ -97,7 +97,7 @@ fn listed(mut disks: SimDisks) -> SimDisks {
     }
 }
 
-fn life(world: &mut World, known: &mut [Known], grows: bool, steps: usize) {
+fn life(world: &mut World, known: &mut [KnownJob], grows: bool, steps: usize) {
     let mut running: Vec<_> = known.iter_mut().map(|k| begin(world, k)).collect();
     for _ in 0..steps {
         let which = world.random.below(known.len());
@@ -185,8 +185,8 @@ fn run_seed(seed: u64, mix: &mut Mix) {
     let mut random = SimRandom::new(seed);
     let mut disks: SimDisks = formatted();
     let trouble = Trouble::random(&mut random);
-    let mut known: Vec<Known> = (0..1 + random.below(2))
-        .map(|index| Known::random(&format!("job-{index}"), &mut random))
+    let mut known: Vec<KnownJob> = (0..1 + random.below(2))
+        .map(|index| KnownJob::random(&format!("job-{index}"), &mut random))
         .collect();
     // `growth` tests devices that fail while tiles move.
     let grows = matches!(trouble, Trouble::None) && random.one_in(2);

@@ -6,7 +6,7 @@ use offload_api::ids::{Generation, Rank};
 use offloadd::core::{Call, CallId, Event, JobRecord, Reply};
 use offloadd::store::definition::Durability;
 
-use crate::oracle::{Known, Snapshot};
+use crate::oracle::{KnownJob, Snapshot};
 use crate::trouble::Trouble;
 use crate::world::{Process, SLOTS, World, content, definition, outcome};
 
@@ -39,7 +39,7 @@ pub(super) struct Running {
 }
 
 /// Opens all ranks of a job, with this incarnation's number of ranks.
-fn open(world: &mut World, known: &Known) -> (Vec<Process>, Option<JobRecord>) {
+fn open(world: &mut World, known: &KnownJob) -> (Vec<Process>, Option<JobRecord>) {
     let ranks = 1 + world.random.below(RANKS_MAX) as u32;
     let mut record = None;
     let processes = (0..ranks).map(|rank| {
@@ -52,7 +52,7 @@ fn open(world: &mut World, known: &Known) -> (Vec<Process>, Option<JobRecord>) {
 }
 
 /// Begins, and cuts the power while the job is being defined or resumed.
-pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
+pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut KnownJob) {
     if known.dropping {
         return;
     }
@@ -88,7 +88,7 @@ fn free_bytes(world: &World) -> u64 {
 }
 
 /// Opens all ranks, compares what the store offers with the oracle, and resumes. Returns `None` when a device prevented that.
-pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
+pub(super) fn begin(world: &mut World, known: &mut KnownJob) -> Option<Running> {
     if known.dropping {
         return None;
     }
@@ -167,7 +167,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
 /// Starts over with a job written in place that did not end in order: it is refused, and can be deleted and defined again.
 fn start_again(
     world: &mut World,
-    known: &mut Known,
+    known: &mut KnownJob,
     processes: &[Process],
     record: &JobRecord,
 ) -> Option<Running> {
@@ -193,7 +193,7 @@ fn start_again(
     }
 }
 
-pub(super) fn submit(world: &mut World, known: &Known, running: &mut Running) {
+pub(super) fn submit(world: &mut World, known: &KnownJob, running: &mut Running) {
     let rank = world.random.below(running.processes.len());
     let Some(slot) = running.slots[rank].iter().position(Option::is_none) else {
         return;
@@ -216,7 +216,7 @@ pub(super) fn submit(world: &mut World, known: &Known, running: &mut Running) {
 }
 
 /// Lets all ranks call commit; some of their writes may still be in flight.
-pub(super) fn commit(world: &mut World, known: &mut Known, running: &mut Running) {
+pub(super) fn commit(world: &mut World, known: &mut KnownJob, running: &mut Running) {
     let holds = |tile: &Tile| match tile {
         Tile::Holds(seed) => Some(*seed),
         // A commit with a failed tile is refused.
@@ -280,7 +280,7 @@ pub(super) fn take_completions(world: &mut World, running: &mut Running) {
 }
 
 /// Takes the results of commits. Returns false when the job must begin again.
-pub(super) fn take_commits(world: &mut World, known: &mut Known, running: &mut Running) -> bool {
+pub(super) fn take_commits(world: &mut World, known: &mut KnownJob, running: &mut Running) -> bool {
     let answered = (running.commits.iter()).all(|call| world.replies.contains_key(call));
     if running.commits.is_empty() || !answered {
         return true;

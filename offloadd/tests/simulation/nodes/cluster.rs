@@ -5,7 +5,7 @@ use offloadd::core::Event;
 use test_hooks::random::SimRandom;
 
 use super::Counts;
-use super::member::{Body, Ended, Member, Shared};
+use super::member::{Body, EndReason, Member, Shared};
 use super::oracle::Oracle;
 use crate::disks::SimDisks;
 use crate::world::{World, formatted_with, job};
@@ -253,10 +253,10 @@ impl<'a> Cluster<'a> {
                 joined.for_each(|node| node.newest = None);
             }
             Ok(()) => {}
-            Err(Ended::TriesAgain) => self.end(at),
+            Err(EndReason::TriesAgain) => self.end(at),
             // Another node of this start has found it first.
-            Err(Ended::Disagrees(_)) if self.refused == start => self.end(at),
-            Err(Ended::Disagrees(why)) => {
+            Err(EndReason::Disagrees(_)) if self.refused == start => self.end(at),
+            Err(EndReason::Disagrees(why)) => {
                 self.refused = start;
                 self.refuse(at, &why);
             }

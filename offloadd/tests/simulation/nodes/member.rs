@@ -44,7 +44,7 @@ impl Shared<'_> {
 }
 
 /// Why processes end.
-pub(super) enum Ended {
+pub(super) enum EndReason {
     /// The nodes' stores do not belong together.
     Disagrees(Disagreement),
     /// The daemon refused a call that succeeds later.
@@ -189,7 +189,11 @@ impl Member {
     }
 
     /// Takes the next step, if there is one now.
-    pub(super) fn step(&mut self, world: &mut World, shared: &mut Shared<'_>) -> Result<(), Ended> {
+    pub(super) fn step(
+        &mut self,
+        world: &mut World,
+        shared: &mut Shared<'_>,
+    ) -> Result<(), EndReason> {
         match &mut self.stage {
             Stage::Gathering => return self.choose(world, shared),
             Stage::Defining(call) => {
@@ -197,7 +201,7 @@ impl Member {
                     // Calls of processes that have died meanwhile still wait for the same definition.
                     if let Err(fault) = reply {
                         assert_eq!(fault.kind, FaultKind::TooMany, "{fault}");
-                        return Err(Ended::TriesAgain);
+                        return Err(EndReason::TriesAgain);
                     }
                     self.resume(world);
                 }
@@ -239,7 +243,7 @@ impl Member {
     }
 
     /// Chooses the generation to resume from when all reports are there.
-    fn choose(&mut self, world: &mut World, shared: &mut Shared<'_>) -> Result<(), Ended> {
+    fn choose(&mut self, world: &mut World, shared: &mut Shared<'_>) -> Result<(), EndReason> {
         let Some(held) = self
             .held
             .iter()
@@ -248,7 +252,7 @@ impl Member {
         else {
             return Ok(());
         };
-        let chosen = resume_from(&held).map_err(Ended::Disagrees)?;
+        let chosen = resume_from(&held).map_err(EndReason::Disagrees)?;
         (shared.oracle).choose(self.start, chosen.0, &held, shared.changed, shared.counts);
         for prepared in &mut self.prepared {
             *prepared = chosen.max(*prepared);

@@ -26,7 +26,7 @@ pub use training_settings::{
 };
 pub use training_state::stage::Stage;
 
-use training_settings::{Parsed, Rate, Reader, Said, WrittenFor, parse, toml};
+use training_settings::{ParsedSettings, Rate, Reader, Remarks, WrittenFor, parse, toml};
 
 /// Reads the files of `source`, applies its `sets` and checks the result.
 ///
@@ -37,7 +37,7 @@ use training_settings::{Parsed, Rate, Reader, Said, WrittenFor, parse, toml};
 /// All errors found, each with the key's path and what to do.
 pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
     let mut tree = source.tree()?;
-    let mut said = Said::default();
+    let mut said = Remarks::default();
     let written_for = tree.written_for(&mut said);
     let settings = std::mem::take(&mut tree.tree);
     check_as(settings, &source.name(), ranks, written_for, said).map_err(|error| tree.blame(error))
@@ -49,7 +49,7 @@ pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, Settings
 /// # Errors
 /// All errors found, as in [`read`].
 pub fn check(tree: Value, name: &str, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
-    check_as(tree, name, ranks, WrittenFor::Us, Said::default())
+    check_as(tree, name, ranks, WrittenFor::Us, Remarks::default())
 }
 
 fn check_as(
@@ -57,9 +57,10 @@ fn check_as(
     name: &str,
     ranks: Option<u32>,
     written_for: WrittenFor,
-    mut said: Said,
+    mut said: Remarks,
 ) -> Result<RunSettings, SettingsError> {
-    let Parsed { config, faults, .. } = parse::<toml::ConfigToml>(tree, Reader::Trainer, &mut said);
+    let ParsedSettings { config, faults, .. } =
+        parse::<toml::ConfigToml>(tree, Reader::Trainer, &mut said);
     match resolve::resolve(config, name, ranks, written_for, said) {
         Ok(settings) => SettingsError::all(faults).map(|()| settings),
         Err(more) => Err(SettingsError::with_more(faults, more)),

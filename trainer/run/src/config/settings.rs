@@ -8,7 +8,7 @@ use offload_support::units::CountOf;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-use super::resolve::Unresolved;
+use super::resolve::UnresolvedSettings;
 use super::{
     Fraction, LrSchedule, OptimizerSettings, OverflowPolicy, Reports, SettingsError, Stage, Tier,
 };
@@ -68,7 +68,7 @@ pub struct RunSettings {
     pub notes: Vec<String>,
     /// What these settings were resolved from.
     #[serde(skip)]
-    pub(super) unresolved: Box<Unresolved>,
+    pub(super) unresolved: Box<UnresolvedSettings>,
 }
 
 impl RunSettings {

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use super::read::{Found, Kind, find, first};
-use super::tokenize::{Encoding, Tokenizer, Wanted};
+use super::read::{DocumentKind, FoundFiles, find, first};
+use super::tokenize::{Encoding, Tokenizer, TokenizerSettings};
 use super::{Data, DataError};
 use crate::config::{
     DataFile, DataSettings, Interval, LossOn, OnBadRecord, Packing, RecordFormat, RunSettings,
@@ -25,27 +25,27 @@ pub struct Corpus {
     pub(super) cross_document_attention: bool,
     pub(super) on_bad_record: OnBadRecord,
     pub(super) evaluates: bool,
-    pub(super) train: Part,
+    pub(super) train: CorpusPart,
     /// Files of `data.eval_files`.
-    pub(super) eval: Option<Part>,
+    pub(super) eval: Option<CorpusPart>,
 }
 
 /// Files that are tokenized into one token file.
-pub(super) struct Part {
+pub(super) struct CorpusPart {
     /// Name in messages.
     pub(super) name: &'static str,
     /// The setting that names the files.
     pub(super) setting: &'static str,
     pub(super) entries: Vec<DataFile>,
-    pub(super) found: Found,
+    pub(super) found: FoundFiles,
     pub(super) records: Vec<RecordFormat>,
     /// Kind of the documents, if there are any.
-    pub(super) kind: Option<Kind>,
+    pub(super) kind: Option<DocumentKind>,
     pub(super) validation_fraction: f64,
     pub(super) key: u64,
 }
 
-impl Part {
+impl CorpusPart {
     pub(super) fn path(&self, dir: &Path) -> PathBuf {
         dir.join(format!("{:016x}.tokens", self.key))
     }
@@ -89,7 +89,10 @@ impl Corpus {
     /// Whether the training data is conversations or prompts with completions, so that `data.loss_on = "completions"`
     /// is possible.
     pub fn has_completions(&self) -> bool {
-        matches!(self.train.kind, Some(Kind::Chat | Kind::Completion))
+        matches!(
+            self.train.kind,
+            Some(DocumentKind::Chat | DocumentKind::Completion)
+        )
     }
 
     /// Finds the files, reads the tokenizer, examines the first document.
@@ -122,12 +125,12 @@ impl Corpus {
         // The tokenizer is not known yet; any bytes are accepted while determining the kind.
         let skips = settings.on_bad_record == OnBadRecord::Skip;
         let kind = first(&found.sources, "data.files", true, skips)?.map(|first| first.kind);
-        let tokenizer = Tokenizer::open(&Wanted {
+        let tokenizer = Tokenizer::open(&TokenizerSettings {
             tokenizer: settings.tokenizer.as_deref(),
             template: settings.chat_template.as_deref(),
             model_dir: frame.model_dir,
             vocab_size: frame.vocab_size,
-            ids: kind == Some(Kind::Ids),
+            ids: kind == Some(DocumentKind::Ids),
         })?;
         let mut corpus = Self {
             tokenizer,
@@ -136,15 +139,15 @@ impl Corpus {
                 vocab_size: frame.vocab_size,
             },
             packing: settings.packing.unwrap_or(match kind {
-                Some(Kind::Completion | Kind::Chat) => Packing::Documents,
-                Some(Kind::Text | Kind::Ids) | None => Packing::Concatenate,
+                Some(DocumentKind::Completion | DocumentKind::Chat) => Packing::Documents,
+                Some(DocumentKind::Text | DocumentKind::Ids) | None => Packing::Concatenate,
             }),
             seq_len: frame.seq_len,
             shuffle: settings.shuffle,
             cross_document_attention: settings.cross_document_attention,
             on_bad_record: settings.on_bad_record,
             evaluates: frame.evaluates,
-            train: Part {
+            train: CorpusPart {
                 name: "training text",
                 setting: "data.files",
                 entries: settings.files.clone(),
@@ -154,7 +157,7 @@ impl Corpus {
                 validation_fraction: settings.validation_fraction.get(),
                 key: 0,
             },
-            eval: eval_files.map(|found| Part {
+            eval: eval_files.map(|found| CorpusPart {
                 entries: settings.eval_files.clone(),
                 records: Vec::new(),
                 name: "evaluation text",
@@ -197,14 +200,14 @@ impl Corpus {
     }
 
     /// Returns whether some tokens of `part` may not count in the loss.
-    pub(super) fn some_count(&self, part: &Part) -> bool {
-        self.encoding.loss_on == LossOn::Completions || part.kind == Some(Kind::Ids)
+    pub(super) fn some_count(&self, part: &CorpusPart) -> bool {
+        self.encoding.loss_on == LossOn::Completions || part.kind == Some(DocumentKind::Ids)
     }
 
     /// Returns the upper limit (exclusive) of the token ids of `part`.
-    pub(super) fn ids_end(&self, part: &Part) -> u64 {
+    pub(super) fn ids_end(&self, part: &CorpusPart) -> u64 {
         match part.kind {
-            Some(Kind::Ids) => self.encoding.vocab_size,
+            Some(DocumentKind::Ids) => self.encoding.vocab_size,
             _ => self.tokenizer.ids_end(),
         }
     }
@@ -255,13 +258,13 @@ impl Corpus {
         names.join(", ")
     }
 
-    pub(super) fn parts(&self) -> impl Iterator<Item = &Part> {
+    pub(super) fn parts(&self) -> impl Iterator<Item = &CorpusPart> {
         [&self.train].into_iter().chain(&self.eval)
     }
 
     /// Returns the key of a token file: a fingerprint of everything that its tokens depend on. Files are
     /// identified by name, length and times, because reading all of them takes as long as tokenizing some.
-    fn key(&self, part: &Part) -> u64 {
+    fn key(&self, part: &CorpusPart) -> u64 {
         let mut print = Fingerprint::default();
         let mut number = |number: u64| print.add(&number.to_le_bytes());
         number(TOKENS_VERSION);
@@ -322,7 +325,7 @@ impl Corpus {
 }
 
 /// Refuses evaluation on a training file, which would not show how well the model generalizes.
-fn refuse_same(train: &Found, eval: &Found) -> Result<(), DataError> {
+fn refuse_same(train: &FoundFiles, eval: &FoundFiles) -> Result<(), DataError> {
     let learned: HashSet<_> = train.sources.iter().map(|source| source.identity).collect();
     let mut sources = eval.sources.iter();
     match sources.find(|source| learned.contains(&source.identity)) {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use offload_support::paths::RelativeTo;
 
-use super::read::Place;
+use super::read::DocumentPosition;
 
 /// Error in a run's data.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +45,10 @@ pub enum DataError {
     },
     /// A line or a row that is not a valid record.
     #[error("{place}: {message}")]
-    Record { place: Place, message: String },
+    Record {
+        place: DocumentPosition,
+        message: String,
+    },
     /// A file whose records cannot be found.
     #[error("{} is damaged: {message}", path.display())]
     Damaged { path: PathBuf, message: String },

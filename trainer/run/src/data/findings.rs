@@ -18,7 +18,7 @@ const EXAMPLE_CHARS: usize = 160;
 
 /// What was found.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) enum Kind {
+pub(super) enum FindingKind {
     /// Answers whose end does not count.
     Answers,
     /// Messages of a role that does not count.
@@ -40,14 +40,14 @@ pub(super) enum Kind {
 /// One case that was looked at.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Finding {
-    pub(super) kind: Kind,
+    pub(super) kind: FindingKind,
     /// Whether a person should know it.
     pub(super) is_wrong: bool,
     pub(super) example: String,
 }
 
 impl Finding {
-    pub(super) fn new(kind: Kind, is_wrong: bool, example: String) -> Self {
+    pub(super) fn new(kind: FindingKind, is_wrong: bool, example: String) -> Self {
         Self {
             kind,
             is_wrong,
@@ -57,7 +57,7 @@ impl Finding {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-struct Count {
+struct FindingCount {
     wrong: u64,
     all: u64,
     examples: Vec<String>,
@@ -65,27 +65,27 @@ struct Count {
 
 /// All that was found.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Findings(BTreeMap<String, (Kind, Count)>);
+pub(super) struct Findings(BTreeMap<String, (FindingKind, FindingCount)>);
 
 impl Findings {
     /// Adds a case at `place`.
     pub(super) fn add(&mut self, finding: Finding, place: &dyn Display) {
         let mut kind = finding.kind;
-        if let Kind::Role(role) = &kind {
+        if let FindingKind::Role(role) = &kind {
             let roles = self
                 .0
                 .values()
-                .filter(|(kind, _)| matches!(kind, Kind::Role(_)));
+                .filter(|(kind, _)| matches!(kind, FindingKind::Role(_)));
             let is_known = self.0.contains_key(&format!("{kind:?}"));
             if !is_known && roles.count() >= ROLES_MAX {
-                kind = Kind::Role("others".into());
+                kind = FindingKind::Role("others".into());
             } else if role.chars().count() > EXAMPLE_CHARS {
-                kind = Kind::Role(role.chars().take(EXAMPLE_CHARS).collect());
+                kind = FindingKind::Role(role.chars().take(EXAMPLE_CHARS).collect());
             }
         }
         let examples_max = examples_max(&kind);
         let found = self.0.entry(format!("{kind:?}"));
-        let (_, count) = found.or_insert_with(|| (kind, Count::default()));
+        let (_, count) = found.or_insert_with(|| (kind, FindingCount::default()));
         count.all += 1;
         if !finding.is_wrong {
             return;
@@ -106,7 +106,7 @@ impl Findings {
     pub(super) fn extend(&mut self, other: &Self) {
         for (name, (kind, more)) in &other.0 {
             let found = self.0.entry(name.clone());
-            let (_, count) = found.or_insert_with(|| (kind.clone(), Count::default()));
+            let (_, count) = found.or_insert_with(|| (kind.clone(), FindingCount::default()));
             count.wrong += more.wrong;
             count.all += more.all;
             let examples_max = examples_max(kind);
@@ -145,15 +145,15 @@ impl Findings {
     }
 }
 
-fn examples_max(kind: &Kind) -> usize {
+fn examples_max(kind: &FindingKind) -> usize {
     match kind {
-        Kind::Records => SKIPPED_EXAMPLES_MAX,
+        FindingKind::Records => SKIPPED_EXAMPLES_MAX,
         _ => 1,
     }
 }
 
-fn line(kind: &Kind, count: &Count) -> String {
-    let Count {
+fn line(kind: &FindingKind, count: &FindingCount) -> String {
+    let FindingCount {
         wrong,
         all,
         examples,
@@ -161,37 +161,37 @@ fn line(kind: &Kind, count: &Count) -> String {
     let of = |what: &'static str| format!("{wrong} of {}", CountOf(*all, what));
     let example = examples.join("; ");
     match kind {
-        Kind::Answers => format!(
+        FindingKind::Answers => format!(
             "the end of {} is not learned, because the template puts nothing after them but the next message ({example}): the model will not stop by itself. Use another template (data.chat_template), or one that has the end in a {{% generation %}} block",
             of("answer")
         ),
-        Kind::Role(role) => format!(
+        FindingKind::Role(role) => format!(
             "{} of the role \"{role}\" {} not learned, because only the role \"assistant\" is ({example})",
             CountOf(*wrong, "message"),
             if *wrong == 1 { "is" } else { "are" }
         ),
-        Kind::Tools => format!(
+        FindingKind::Tools => format!(
             "the chat template does not print the tools of {} with tools ({example})",
             of("conversation")
         ),
-        Kind::Calls => format!(
+        FindingKind::Calls => format!(
             "the chat template does not print the tool calls of {} with tool calls ({example})",
             of("conversation")
         ),
-        Kind::Reasoning => format!(
+        FindingKind::Reasoning => format!(
             "the chat template does not print the reasoning of {} with reasoning ({example})",
             of("message")
         ),
-        Kind::Documents => format!(
+        FindingKind::Documents => format!(
             "no token counts in the loss in {} ({example})",
             of("document")
         ),
-        Kind::Windows => format!(
+        FindingKind::Windows => format!(
             "{} without a token that counts in the loss {} left out ({example})",
             CountOf(*wrong, "window"),
             if *wrong == 1 { "is" } else { "are" }
         ),
-        Kind::Records => format!(
+        FindingKind::Records => format!(
             "{} could not be read and {} skipped (data.on_bad_record): {example}",
             CountOf(*wrong, "record"),
             if *wrong == 1 { "is" } else { "are" }
@@ -211,10 +211,10 @@ mod tests {
             let mut add = |kind, is_wrong, example: &str| {
                 found.add(Finding::new(kind, is_wrong, example.repeat(100)), &place);
             };
-            add(Kind::Answers, number % 2 == 1, "ü");
-            add(Kind::Tools, false, "");
-            add(Kind::Records, number < 7, "is not JSON ");
-            add(Kind::Role(format!("role {number}")), true, "");
+            add(FindingKind::Answers, number % 2 == 1, "ü");
+            add(FindingKind::Tools, false, "");
+            add(FindingKind::Records, number < 7, "is not JSON ");
+            add(FindingKind::Role(format!("role {number}")), true, "");
         }
         let lines = found.lines();
         assert!(

@@ -2,12 +2,12 @@
 
 use rayon::prelude::*;
 
-use super::cache::{Claim, Header, Stored, Writer, claim, elem_bytes};
-use super::corpus::{Corpus, Part};
-use super::findings::{Finding, Findings, Kind};
+use super::cache::{Claim, Header, TokenFile, TokenFileWriter, claim, elem_bytes};
+use super::corpus::{Corpus, CorpusPart};
+use super::findings::{Finding, FindingKind, Findings};
 use super::packing::{Order, Packer, stride, windows};
-use super::read::{self, PIECE_BYTES, Piece, Place, Reading};
-use super::tokenize::{Encoded, NOT_COUNTED, Tokenizer};
+use super::read::{self, DocumentPosition, PIECE_BYTES, Piece, Reading};
+use super::tokenize::{EncodedDocuments, NOT_COUNTED, Tokenizer};
 use super::{DataError, too_short};
 use crate::config::{OnBadRecord, Packing};
 use offload_support::progress::{Audience, Progress, Unit};
@@ -48,7 +48,7 @@ impl Corpus {
 /// Makes sure that the token file of `part` is in `dir` and undamaged; creates it if necessary.
 fn ensure(
     corpus: &Corpus,
-    part: &Part,
+    part: &CorpusPart,
     dir: &std::path::Path,
     threads: usize,
     say: &mut dyn FnMut(String),
@@ -61,7 +61,7 @@ fn ensure(
         return ensure(corpus, part, dir, threads, say);
     };
     // Another trainer may have created it while this one waited.
-    if Stored::open(&path, part.key).is_ok_and(|found| found.is_some())
+    if TokenFile::open(&path, part.key).is_ok_and(|found| found.is_some())
         && good(part, &path, &mut |_| {})?
     {
         return Ok(());
@@ -72,12 +72,12 @@ fn ensure(
 
 /// Returns whether the token file exists and is undamaged.
 fn good(
-    part: &Part,
+    part: &CorpusPart,
     path: &std::path::Path,
     say: &mut dyn FnMut(String),
 ) -> Result<bool, DataError> {
     let check = || {
-        let Some(stored) = Stored::open(path, part.key)? else {
+        let Some(stored) = TokenFile::open(path, part.key)? else {
             return Ok(false);
         };
         let mut work = Progress::new("checking the tokens", Unit::Bytes, Audience::Person)
@@ -120,7 +120,7 @@ fn order(corpus: &Corpus) -> Order {
 
 fn make(
     corpus: &Corpus,
-    part: &Part,
+    part: &CorpusPart,
     claim: &Claim,
     path: &std::path::Path,
     threads: usize,
@@ -131,7 +131,7 @@ fn make(
         elem_bytes: elem_bytes(corpus.ids_end(part)),
         ..Header::default()
     };
-    let mut writer = Writer::new(claim.file(), path, header)?;
+    let mut writer = TokenFileWriter::new(claim.file(), path, header)?;
     let mut making = Making {
         corpus,
         pool,
@@ -166,13 +166,13 @@ fn make(
             let mut wanted = None;
             let sources = part.found.sources.iter();
             for source in sources.filter(|source| source.entry == number) {
-                let mut bad = |place: Place, message: String| {
+                let mut bad = |place: DocumentPosition, message: String| {
                     if corpus.on_bad_record == OnBadRecord::Error {
                         return Err(DataError::Record { place, message });
                     }
                     // Other passes would count it again.
                     if pass == 0 {
-                        skipped.add(Finding::new(Kind::Records, true, message), &place);
+                        skipped.add(Finding::new(FindingKind::Records, true, message), &place);
                     }
                     Ok(())
                 };
@@ -229,7 +229,11 @@ fn make(
     finish(corpus, part, writer)
 }
 
-fn finish(corpus: &Corpus, part: &Part, mut writer: Writer<'_>) -> Result<(), DataError> {
+fn finish(
+    corpus: &Corpus,
+    part: &CorpusPart,
+    mut writer: TokenFileWriter<'_>,
+) -> Result<(), DataError> {
     let findings = writer.findings().lines();
     let header = writer.header();
     let last_held = match part.by_tail() {
@@ -301,7 +305,7 @@ impl Making<'_, '_, '_> {
         let batch = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
         let corpus = self.corpus;
-        let encoded: Vec<Result<Encoded, String>> = self.pool.install(|| {
+        let encoded: Vec<Result<EncodedDocuments, String>> = self.pool.install(|| {
             let pieces = batch.par_iter().map(|Whole { piece, ends, .. }| {
                 let Piece {
                     document, after, ..
@@ -313,13 +317,13 @@ impl Making<'_, '_, '_> {
         for (Whole { piece, ends, held }, encoded) in batch.into_iter().zip(encoded) {
             let place = &piece.place;
             let is_record = piece.records.is_some();
-            let Encoded {
+            let EncodedDocuments {
                 documents,
                 findings,
             } = match encoded {
                 Ok(encoded) => encoded,
                 Err(message) if is_record && corpus.on_bad_record == OnBadRecord::Skip => {
-                    let finding = Finding::new(Kind::Records, true, message);
+                    let finding = Finding::new(FindingKind::Records, true, message);
                     self.packer.writer().findings().add(finding, place);
                     continue;
                 }
@@ -339,7 +343,7 @@ impl Making<'_, '_, '_> {
                 let is_wrong =
                     earlier.is_empty() && last[1..].iter().all(|id| id & NOT_COUNTED != 0);
                 found.add(
-                    Finding::new(Kind::Documents, is_wrong, String::new()),
+                    Finding::new(FindingKind::Documents, is_wrong, String::new()),
                     place,
                 );
             }

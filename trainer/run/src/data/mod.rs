@@ -27,14 +27,14 @@ use std::path::Path;
 use offload_support::units::CountOf;
 
 use crate::config::Packing;
-use cache::Stored;
+use cache::TokenFile;
 use findings::Findings;
 use training_state::fingerprint::Fingerprint;
 
 pub use corpus::{Corpus, Frame};
 pub use error::DataError;
-pub use length::{Length, length};
-pub use read::Place;
+pub use length::{DataLength, length};
+pub use read::DocumentPosition;
 
 /// Target that does not count in the loss, for padding or a prompt.
 pub const IGNORED: i64 = -100;
@@ -72,7 +72,7 @@ const SAMPLED_TOKENS: usize = 1 << 20;
 
 /// Range of elements in a token file.
 struct Section {
-    stored: std::sync::Arc<Stored>,
+    stored: std::sync::Arc<TokenFile>,
     first_elem: u64,
     windows: u64,
 }
@@ -89,9 +89,9 @@ pub struct Windows {
 
 impl Data {
     fn open(corpus: &Corpus, dir: &Path, seed: u64) -> Result<Self, DataError> {
-        let stored = |part: &corpus::Part| {
+        let stored = |part: &corpus::CorpusPart| {
             let path = part.path(dir);
-            let found = Stored::open(&path, part.key)?;
+            let found = TokenFile::open(&path, part.key)?;
             found
                 .map(std::sync::Arc::new)
                 .ok_or_else(|| DataError::Cache {
@@ -104,7 +104,7 @@ impl Data {
         let eval = corpus.eval.as_ref().map(stored).transpose()?;
         let windows = |elems| packing::windows(corpus.packing, corpus.seq_len, elems);
         let header = train.header().clone();
-        let section = |stored: &std::sync::Arc<Stored>, first_elem, elems| Section {
+        let section = |stored: &std::sync::Arc<TokenFile>, first_elem, elems| Section {
             stored: stored.clone(),
             first_elem,
             windows: windows(elems),

@@ -18,9 +18,9 @@
 //! documents, because nothing of its document precedes it.
 
 use super::DataError;
-use super::cache::Writer;
-use super::findings::{Finding, Kind};
-use super::read::Place;
+use super::cache::TokenFileWriter;
+use super::findings::{Finding, FindingKind};
+use super::read::DocumentPosition;
 use super::tokenize::{BEGINS, NOT_COUNTED};
 use crate::config::Packing;
 
@@ -59,7 +59,7 @@ pub(super) enum Order {
 
 /// Packs documents in the order in which they arrive.
 pub(super) struct Packer<'w, 'f> {
-    writer: &'w mut Writer<'f>,
+    writer: &'w mut TokenFileWriter<'f>,
     packing: Packing,
     window_elems: usize,
     padding: u32,
@@ -75,14 +75,14 @@ pub(super) struct Packer<'w, 'f> {
     /// Whether no element of the current document has come yet.
     begins: bool,
     /// Elements of "concatenate" that fill no window yet, for training and for validation; `None` if all windows count.
-    blocks: Option<[Block; 2]>,
+    blocks: Option<[WindowRest; 2]>,
     /// Where the current document comes from.
     source: String,
 }
 
 /// Elements of a window besides its first one, which the window before has too.
 #[derive(Default)]
-struct Block {
+struct WindowRest {
     elements: Vec<u32>,
     /// Whether the first element of all windows was written.
     is_begun: bool,
@@ -92,7 +92,7 @@ struct Block {
 
 impl<'w, 'f> Packer<'w, 'f> {
     pub(super) fn new(
-        writer: &'w mut Writer<'f>,
+        writer: &'w mut TokenFileWriter<'f>,
         packing: Packing,
         seq_len: usize,
         padding: u32,
@@ -121,12 +121,12 @@ impl<'w, 'f> Packer<'w, 'f> {
         }
     }
 
-    pub(super) fn writer(&mut self) -> &mut Writer<'f> {
+    pub(super) fn writer(&mut self) -> &mut TokenFileWriter<'f> {
         self.writer
     }
 
     /// Begins a document from `place`; `held` reserves it for validation.
-    pub(super) fn begin(&mut self, held: bool, place: &Place) {
+    pub(super) fn begin(&mut self, held: bool, place: &DocumentPosition) {
         self.source = place.to_string();
         self.writer.document();
         self.held = held;
@@ -243,7 +243,7 @@ impl<'w, 'f> Packer<'w, 'f> {
 
     /// Notes that a window is left out.
     fn leave_out(&mut self) {
-        let finding = Finding::new(Kind::Windows, true, String::new());
+        let finding = Finding::new(FindingKind::Windows, true, String::new());
         let place = format!("up to {}", self.source);
         self.writer.findings().add(finding, &place);
     }

@@ -31,7 +31,7 @@ pub use own::OwnExport;
 use shards::Shards;
 use training_state::run::{CheckpointName, ModelFiles, make_dir, resolved};
 use training_state::store::{NotMounted, check_mounted, free_bytes};
-use write::Writer;
+use write::ShardWriter;
 
 /// Parameters of an export.
 #[derive(Clone, Debug)]
@@ -57,7 +57,7 @@ pub enum Numbers {
 
 /// Result of an export.
 #[derive(Clone, Debug)]
-pub struct Exported {
+pub struct ExportResult {
     pub step: u64,
     pub run_dir: PathBuf,
     pub out: PathBuf,
@@ -132,7 +132,7 @@ impl Numbers {
 /// # Errors
 /// There is no run, or it is in use; `out` already exists or has too little space; the requested type cannot
 /// represent a number. Nothing is left of `out` then.
-pub fn export(export: &Export) -> Result<Exported, ExportError> {
+pub fn export(export: &Export) -> Result<ExportResult, ExportError> {
     if fs::symlink_metadata(&export.out).is_ok() {
         return Err(ExportError::Exists {
             out: export.out.clone(),
@@ -154,7 +154,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
         "exporting",
     )?;
     write_rest(&reader, &partial.path, numbers.element())?;
-    let done = Exported {
+    let done = ExportResult {
         step: reader.tiles.state.step,
         run_dir: reader.dir.clone(),
         out: export.out.clone(),
@@ -201,7 +201,7 @@ fn write_weights(
         shard_bytes,
     );
     check_space(dir, shards.bytes())?;
-    let mut writer = Writer::make(dir, &shards, reader.tiles.format)?;
+    let mut writer = ShardWriter::make(dir, &shards, reader.tiles.format)?;
     let mut work = Progress::new(what, Unit::Bytes, Audience::Person).with_total(shards.bytes());
     let mut failed = None;
     reader.tiles.visit(&mut |range, param, state| {
@@ -346,7 +346,7 @@ fn lock(dir: &File, path: &Path) -> Result<(), ExportError> {
     })
 }
 
-impl fmt::Display for Exported {
+impl fmt::Display for ExportResult {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,

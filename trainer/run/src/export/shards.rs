@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
-use crate::model::names::{Place, places};
+use crate::model::names::{ParamLocation, places};
 use crate::model::{ModelConfig, UnitLayout};
 use crate::weights::{Element, SINGLE_FILE};
 
@@ -23,7 +23,7 @@ pub(super) struct Shards {
 
 /// Position of a parameter's tensor.
 pub(super) struct Target {
-    pub(super) place: Place,
+    pub(super) place: ParamLocation,
     /// Index in `Shards::files`.
     pub(super) file: usize,
     /// Offset in the file.

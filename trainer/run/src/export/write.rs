@@ -18,7 +18,7 @@ use crate::model::ParamLayout;
 const BLOCK_BYTES: usize = 1 << 20;
 
 /// Open files of their final length.
-pub(super) struct Writer<'a> {
+pub(super) struct ShardWriter<'a> {
     shards: &'a Shards,
     format: TileFormat,
     files: Vec<(PathBuf, File)>,
@@ -26,7 +26,7 @@ pub(super) struct Writer<'a> {
     bytes: Vec<u8>,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> ShardWriter<'a> {
     /// Creates the files with their headers and reserves space for the rest.
     pub(super) fn make(
         dir: &Path,

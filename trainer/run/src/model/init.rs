@@ -28,7 +28,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Start, UnitLayout};
+use super::{InitialValue, UnitLayout};
 
 /// Elements filled by one task: some tens of microseconds of work.
 const CHUNK_ELEMS: usize = 1 << 14;
@@ -83,9 +83,11 @@ fn fill_chunk(
         let (from, to) = (range.start.max(start), range.end.min(end));
         for offset in from..to {
             out[offset - start] = match param.start {
-                Start::Normal { scale } => normal(key, offset as u64, initializer_range * scale),
-                Start::Ones => 1.0,
-                Start::Zeros => 0.0,
+                InitialValue::Normal { scale } => {
+                    normal(key, offset as u64, initializer_range * scale)
+                }
+                InitialValue::Ones => 1.0,
+                InitialValue::Zeros => 0.0,
             };
         }
     }

@@ -11,7 +11,7 @@ pub const ALIGN_ELEMS: usize = 64;
 
 /// Initial value of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub enum Start {
+pub enum InitialValue {
     /// Normally distributed numbers with `scale` times the configuration's `initializer_range`.
     Normal {
         /// 1, or less for a matrix that writes to the residual stream if the architecture scales it.
@@ -38,7 +38,7 @@ pub struct ParamLayout {
     /// Whether weight decay applies by default: to matrices, not to norms and biases.
     pub decay: bool,
     /// Initial value in a fresh model.
-    pub start: Start,
+    pub start: InitialValue,
 }
 
 impl ParamLayout {
@@ -179,13 +179,13 @@ fn block(config: &ModelConfig) -> Vec<(ParamRole, Vec<usize>)> {
 }
 
 /// Initial value as in Hugging Face's models (`_init_weights` of the architecture).
-fn start(config: &ModelConfig, member: ParamRole) -> Start {
+fn start(config: &ModelConfig, member: ParamRole) -> InitialValue {
     match member {
         ParamRole::InputNorm
         | ParamRole::PostNorm
         | ParamRole::QueryNorm
         | ParamRole::KeyNorm
-        | ParamRole::FinalNorm => Start::Ones,
+        | ParamRole::FinalNorm => InitialValue::Ones,
         ParamRole::InputNormBias
         | ParamRole::QueryBias
         | ParamRole::KeyBias
@@ -195,13 +195,13 @@ fn start(config: &ModelConfig, member: ParamRole) -> Start {
         | ParamRole::GateBias
         | ParamRole::UpBias
         | ParamRole::DownBias
-        | ParamRole::FinalNormBias => Start::Zeros,
+        | ParamRole::FinalNormBias => InitialValue::Zeros,
         ParamRole::Out | ParamRole::Down if config.architecture.form().scaled_residual => {
-            Start::Normal {
+            InitialValue::Normal {
                 scale: 1.0 / (2.0 * config.layers as f64).sqrt(),
             }
         }
-        _ => Start::Normal { scale: 1.0 },
+        _ => InitialValue::Normal { scale: 1.0 },
     }
 }
 

@@ -28,7 +28,7 @@ pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
 pub use dropout::Dropout;
 pub use dtype::Dtype;
 pub use hf::{HfModel, config_json, parse};
-pub use layout::{ALIGN_ELEMS, ParamLayout, Start, UnitLayout, adjacent, unit_layouts};
+pub use layout::{ALIGN_ELEMS, InitialValue, ParamLayout, UnitLayout, adjacent, unit_layouts};
 pub use param_role::ParamRole;
 
 /// Vocabulary size of a model that is trained on bytes.

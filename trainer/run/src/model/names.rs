@@ -16,26 +16,26 @@ pub const PROJECTION: &str = "lm_head.weight";
 
 /// Place of a parameter in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct ParamLocation {
     /// Name of the tensor in written files.
     pub name: String,
     /// Whether the matrix is stored as [inputs, outputs].
     pub transposed: bool,
     /// The part of the tensor that is this parameter, if several parameters are stored side by side along
     /// their outputs.
-    pub part: Part,
+    pub part: TensorPart,
 }
 
 /// Position among the parameters in one tensor; (0, 1) for a parameter with its own tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct TensorPart {
     /// Index of the parameter.
     pub index: usize,
     /// Number of parameters in the tensor.
     pub count: usize,
 }
 
-impl Place {
+impl ParamLocation {
     /// Names under which a file may contain the tensor, the written one first. Files of bare models omit the
     /// first component.
     pub fn names(&self) -> Vec<&str> {
@@ -79,7 +79,7 @@ impl Place {
 }
 
 /// Places of all parameters: `[unit][parameter]`, in the order of [`unit_layouts`].
-pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
+pub fn places(config: &ModelConfig) -> Vec<Vec<ParamLocation>> {
     let units = unit_layouts(config).into_iter().enumerate();
     units
         .map(|(unit, layout)| {
@@ -92,7 +92,7 @@ pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
 }
 
 /// Place of the parameter of unit number `unit` with this role.
-pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> Place {
+pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> ParamLocation {
     match config.architecture {
         Architecture::Gpt2 => gpt2(unit, member),
         Architecture::Llama | Architecture::Mistral | Architecture::Qwen2 | Architecture::Qwen3 => {
@@ -110,15 +110,15 @@ pub fn is_left_aside(config: &ModelConfig, name: &str) -> bool {
     table || (config.tied && name == PROJECTION)
 }
 
-fn whole(name: String) -> Place {
-    Place {
+fn whole(name: String) -> ParamLocation {
+    ParamLocation {
         name,
         transposed: false,
-        part: Part { index: 0, count: 1 },
+        part: TensorPart { index: 0, count: 1 },
     }
 }
 
-fn llama(unit: usize, member: ParamRole) -> Place {
+fn llama(unit: usize, member: ParamRole) -> ParamLocation {
     let name = match member {
         ParamRole::Embedding => return whole("model.embed_tokens.weight".into()),
         ParamRole::FinalNorm => return whole("model.norm.weight".into()),
@@ -150,9 +150,9 @@ fn llama(unit: usize, member: ParamRole) -> Place {
     whole(format!("model.layers.{}.{name}", unit - 1))
 }
 
-fn gpt2(unit: usize, member: ParamRole) -> Place {
-    let third = |index| Part { index, count: 3 };
-    let one = Part { index: 0, count: 1 };
+fn gpt2(unit: usize, member: ParamRole) -> ParamLocation {
+    let third = |index| TensorPart { index, count: 3 };
+    let one = TensorPart { index: 0, count: 1 };
     // Matrices are stored as [inputs, outputs] (`Conv1D`).
     let (name, transposed, part) = match member {
         ParamRole::Embedding => return whole("transformer.wte.weight".into()),
@@ -181,7 +181,7 @@ fn gpt2(unit: usize, member: ParamRole) -> Place {
         }
     };
     assert!(unit > 0, "{member:?} belongs to a block");
-    Place {
+    ParamLocation {
         name: format!("transformer.h.{}.{name}", unit - 1),
         transposed,
         part,

@@ -4,13 +4,13 @@ use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
 use swapper::{OpenReport, Optimizer, Swapper};
 
-use super::Prepared;
+use super::PreparedRun;
 use super::RunError;
 use crate::config::{OptimizerDevice, OptimizerSettings};
 use crate::model::UnitLayout;
 use crate::plan::Plan;
 use training_state::backend::{Both, GpuBackend, TileBackend};
-use training_state::checkpoint_tap::{CheckpointTap, Copied};
+use training_state::checkpoint_tap::{CheckpointTap, TappedOptimizer};
 use training_state::update::{
     ByGroup, CpuUpdate, GPU_UPDATERS, GpuUpdate, ParamGroup, ParamGroups,
 };
@@ -53,7 +53,7 @@ pub fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> Para
     }))
 }
 
-impl Prepared {
+impl PreparedRun {
     /// Allocates the tiles or opens their store. Tiles that are updated on the host are offered to
     /// `checkpoint_tap`.
     pub(super) fn open_backend(
@@ -128,7 +128,7 @@ impl Prepared {
                     updater: TileUpdater::new(gpu, bytes)?,
                 };
                 let checkpoint_tap = checkpoint_tap.clone();
-                optimizers.push(Box::new(Copied {
+                optimizers.push(Box::new(TappedOptimizer {
                     optimizer,
                     checkpoint_tap,
                 }));
@@ -139,7 +139,7 @@ impl Prepared {
             for _ in 0..cpu_updaters(threads, plan.swapper.state_fraction) {
                 let optimizer = CpuUpdate(scalars.clone());
                 let checkpoint_tap = checkpoint_tap.clone();
-                optimizers.push(Box::new(Copied {
+                optimizers.push(Box::new(TappedOptimizer {
                     optimizer,
                     checkpoint_tap,
                 }));

@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use super::probe::{PROBE_WAIT_SEPARATE, seen};
-use super::{RunError, Start};
+use super::{RunError, StartPoint};
 use crate::config::RunSettings;
 use offload_support::outln;
 use training_state::ranks::Ranks;
-use training_state::run::{CheckpointName, Held, HeldByNodes, NodeDirs, RunDir, resolved};
+use training_state::run::{CheckpointName, HeldByNodes, NodeContents, NodeDirs, RunDir, resolved};
 
 /// Directories of nodes that share none, seen from a rank.
 #[derive(Clone)]
@@ -46,7 +46,7 @@ impl EachNode {
                 return Ok(None);
             }
             RunDir::wait_until_unused(&resolved(&settings.train.run_dir))?;
-            Ok(Some(Held::read(whole_dir)?))
+            Ok(Some(NodeContents::read(whole_dir)?))
         })?;
         let held = ranks.together::<_, RunError>("copying the run's files to all nodes", || {
             let Some(own) = held else {
@@ -75,17 +75,25 @@ impl EachNode {
     ///
     /// # Errors
     /// A node has too little space for it, or cannot read or write; a rank is gone.
-    pub fn restore(&self, ranks: &Ranks, start: &Start, keeps_best: bool) -> Result<(), RunError> {
+    pub fn restore(
+        &self,
+        ranks: &Ranks,
+        start: &StartPoint,
+        keeps_best: bool,
+    ) -> Result<(), RunError> {
         let step = match start {
-            Start::Checkpoint(CheckpointName::Step(step)) => Some(*step),
-            Start::GoOn | Start::Newest => self.newest(),
-            Start::Checkpoint(CheckpointName::Dir(_)) | Start::Fresh => None,
+            StartPoint::Checkpoint(CheckpointName::Step(step)) => Some(*step),
+            StartPoint::GoOn | StartPoint::Newest => self.newest(),
+            StartPoint::Checkpoint(CheckpointName::Dir(_)) | StartPoint::Fresh => None,
         };
         // The first node's metrics may be newer than their copies.
-        let best = ranks.by_first::<_, RunError>("reading the evaluations", || {
-            let best = self.held.as_ref().and_then(|held| self.dirs.best(held));
-            Ok(best.filter(|best| keeps_best && *start != Start::Fresh && Some(*best) != step))
-        })?;
+        let best =
+            ranks.by_first::<_, RunError>("reading the evaluations", || {
+                let best = self.held.as_ref().and_then(|held| self.dirs.best(held));
+                Ok(best.filter(|best| {
+                    keeps_best && *start != StartPoint::Fresh && Some(*best) != step
+                }))
+            })?;
         ranks.together("copying a checkpoint to the nodes that lack it", || {
             let say = |note: String| {
                 if ranks.is_first() {

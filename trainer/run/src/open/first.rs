@@ -16,7 +16,7 @@ use training_state::run::first_weights_dir;
 pub(super) const NOT_KNOWN: &str = "not known";
 
 /// Initial weights, found and checked.
-pub(super) enum First {
+pub(super) enum InitialWeights {
     /// Random numbers with this seed and standard deviation.
     Random { seed: u64, range: f64 },
     /// Weights in files.
@@ -28,7 +28,7 @@ pub(super) enum First {
     },
 }
 
-impl First {
+impl InitialWeights {
     /// Finds the initial weights that the settings name.
     ///
     /// # Errors
@@ -118,11 +118,11 @@ impl First {
 /// Exact fp32 copy of another run's weights, kept in files during a start. The other run may use another tile
 /// size, and each rank reads only its own part. Takes 4 bytes a parameter, where the whole state takes 12 to
 /// 16.
-pub(super) struct Staged {
+pub(super) struct StagedWeights {
     dir: PathBuf,
 }
 
-impl Staged {
+impl StagedWeights {
     /// Staged weights of the run in `run_dir`; they need not exist yet.
     pub(super) fn in_run_dir(run_dir: &Path) -> Self {
         Self {

@@ -24,7 +24,7 @@ pub use each_node::EachNode;
 pub use error::RunError;
 pub use repair::repair;
 pub use run::OpenRun;
-pub use site::{Found, Site};
+pub use site::{ExistingRun, Site};
 
 use crate::accelerator;
 use crate::config::{FirstWeights, Interval, RunSettings, SettingsError, ShardChoice};
@@ -33,7 +33,7 @@ use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
 pub(crate) use describe::SHARED_STORE;
 use describe::{describe, trained_with};
-use first::First;
+use first::InitialWeights;
 use shared::elsewhere;
 use training_state::ranks::Ranks;
 use training_state::run::{
@@ -43,7 +43,7 @@ use training_state::store::{StoreError, StoreFiles, check_mounted, remember_moun
 
 /// Point from which a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Start {
+pub enum StartPoint {
     /// Resumes the run; begins with initial weights if there is none.
     GoOn,
     /// Begins with initial weights; removes an earlier run in the same directory.
@@ -54,7 +54,7 @@ pub enum Start {
     Newest,
 }
 
-impl std::str::FromStr for Start {
+impl std::str::FromStr for StartPoint {
     type Err = std::convert::Infallible;
 
     /// Parses the value of `--resume-from`.
@@ -71,7 +71,7 @@ impl std::str::FromStr for Start {
 pub type CopyWeights<'a> = &'a dyn Fn(&Path, &Path) -> Result<u64, RunError>;
 
 /// Run whose settings, directory and memory needs were checked. Nothing has been created yet.
-pub struct Prepared {
+pub struct PreparedRun {
     pub settings: RunSettings,
     pub plan: Plan,
     run_dir: PathBuf,
@@ -90,7 +90,7 @@ pub struct Prepared {
     /// The checkpoint to begin from, if one was requested.
     from: Option<PathBuf>,
     /// Initial weights. An error matters only to a fresh run.
-    first: Result<First, WeightsError>,
+    first: Result<InitialWeights, WeightsError>,
     /// The GPU that computes; `None` for the processor.
     pub gpu: Option<Gpu>,
     ranks: Ranks,
@@ -146,24 +146,28 @@ fn plan_of(settings: &RunSettings, hardware: Hardware, site: &Site) -> Result<Pl
     Ok(plan)
 }
 
-impl Prepared {
-    /// Plans the run. With [`Start::Fresh`], an earlier run in the directory is ignored.
+impl PreparedRun {
+    /// Plans the run. With [`StartPoint::Fresh`], an earlier run in the directory is ignored.
     ///
     /// # Errors
     /// The settings contradict each other, the run in the directory, or the requested checkpoint.
-    pub fn new(mut settings: RunSettings, start: &Start, site: Site) -> Result<Self, RunError> {
+    pub fn new(
+        mut settings: RunSettings,
+        start: &StartPoint,
+        site: Site,
+    ) -> Result<Self, RunError> {
         let ranks = site.ranks.clone();
         assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
         let run_dir = resolved(&settings.train.run_dir);
         let id = site.found.id.of_node(ranks.node(), &run_dir);
-        let fresh = matches!(start, Start::Fresh);
+        let fresh = matches!(start, StartPoint::Fresh);
         let has_store = settings.placement.has_store();
-        site.check_dirs(&run_dir, *start == Start::GoOn && has_store)?;
+        site.check_dirs(&run_dir, *start == StartPoint::GoOn && has_store)?;
         let mut from = match start {
-            Start::Checkpoint(name) => Some(name.find(&site.whole_dir)?),
+            StartPoint::Checkpoint(name) => Some(name.find(&site.whole_dir)?),
             _ => None,
         };
-        if *start == Start::GoOn && has_store && ranks.nodes() == 1 {
+        if *start == StartPoint::GoOn && has_store && ranks.nodes() == 1 {
             from = moved::checkpoint_of_memory(&run_dir)?;
         }
         let from = from
@@ -205,7 +209,7 @@ impl Prepared {
         if settings.first_weights == FirstWeights::Run(site.whole_dir.clone()) {
             return Err(RunError::FromItself { dir: run_dir });
         }
-        let first = match First::find(&settings) {
+        let first = match InitialWeights::find(&settings) {
             Err(error) if !begun && from.is_none() => return Err(error.into()),
             first => first,
         };
@@ -335,7 +339,7 @@ impl Prepared {
         // The other ranks wait, so the first one may use their threads too.
         let threads = self.settings.train.threads * self.settings.local_ranks as usize;
         match &self.first {
-            Ok(First::Files(weights)) if fresh => Ok(weights.check(threads)?),
+            Ok(InitialWeights::Files(weights)) if fresh => Ok(weights.check(threads)?),
             _ => Ok(()),
         }
     }

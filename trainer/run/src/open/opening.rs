@@ -10,9 +10,9 @@ use swapper::private::PrivateDaemon;
 use test_hooks::kill_point::{Point, reach};
 
 use super::describe::SHARED_STORE;
-use super::first::{First, Staged};
+use super::first::{InitialWeights, StagedWeights};
 use super::run::resume;
-use super::{CopyWeights, OpenRun, Prepared, RunError, Start};
+use super::{CopyWeights, OpenRun, PreparedRun, RunError, StartPoint};
 use crate::config::RunSettings;
 use crate::model::ModelConfig;
 use crate::weights::WeightsError;
@@ -29,7 +29,7 @@ use training_state::store::{
 
 /// Results of the start of a node's first rank that its other ranks need.
 #[derive(Serialize, Deserialize)]
-struct Started {
+struct FirstRankStart {
     /// Steps in the metrics of an earlier start.
     steps: u64,
     /// Socket of the private daemon.
@@ -38,7 +38,7 @@ struct Started {
     newest: Option<u64>,
 }
 
-impl Prepared {
+impl PreparedRun {
     /// Opens the run at its newest state or creates it, together with all ranks. Returns the run and whether
     /// it was resumed. If the run begins with another run's weights, `copy_weights` copies them.
     ///
@@ -47,7 +47,7 @@ impl Prepared {
     /// another rank failed or is gone.
     pub fn open(
         self,
-        start: &Start,
+        start: &StartPoint,
         copy_weights: CopyWeights<'_>,
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), RunError> {
@@ -59,7 +59,7 @@ impl Prepared {
             self.check_checkpoint()?;
         }
         let mut kept = None;
-        let Started { socket, .. } =
+        let FirstRankStart { socket, .. } =
             ranks.by_first_of_node("opening the run's directory and store", || {
                 let (dir, daemon, started) = self.start(start, say)?;
                 kept = Some((dir, daemon, (started.steps, started.newest)));
@@ -106,7 +106,7 @@ impl Prepared {
             }
             (None, None) => {}
         }
-        let staged = Staged::in_run_dir(run.dir.path());
+        let staged = StagedWeights::in_run_dir(run.dir.path());
         let first = if resumed {
             let was = run.dir.earlier().map(|earlier| earlier.first_weights);
             let note = self
@@ -153,11 +153,11 @@ impl Prepared {
     /// Moves checkpoints newer than the requested one aside.
     fn go_back(
         &self,
-        start: &Start,
+        start: &StartPoint,
         checkpoint: &Path,
         notes: &mut Vec<String>,
     ) -> Result<(), RunError> {
-        if !matches!(start, Start::Checkpoint(_)) || !self.site.manages_checkpoints() {
+        if !matches!(start, StartPoint::Checkpoint(_)) || !self.site.manages_checkpoints() {
             return Ok(());
         }
         let step = Checkpoint::open(checkpoint, 0)?.description.step;
@@ -187,11 +187,11 @@ impl Prepared {
     /// private daemon.
     fn start(
         &self,
-        start: &Start,
+        start: &StartPoint,
         say: &mut dyn FnMut(String),
-    ) -> Result<(RunDir, Option<PrivateDaemon>, Started), RunError> {
+    ) -> Result<(RunDir, Option<PrivateDaemon>, FirstRankStart), RunError> {
         let dir = RunDir::open(&self.run_dir, &self.id)?;
-        if matches!(start, Start::Fresh) {
+        if matches!(start, StartPoint::Fresh) {
             self.forget(&dir, say)?;
             if self.site.each_node.is_some() && !self.ranks.is_first() {
                 // The copies on this node.
@@ -229,7 +229,7 @@ impl Prepared {
             self.check_private_store(daemon)?;
         }
         reach(Point::Opening);
-        let started = Started {
+        let started = FirstRankStart {
             steps,
             socket: daemon.as_ref().map(|daemon| daemon.socket().to_path_buf()),
             newest,
@@ -453,15 +453,15 @@ fn after(before: Option<u64>) -> u64 {
 
 /// Returns the initial weights of a fresh run; reads them first if they are another run's.
 fn weights(
-    first: Result<First, WeightsError>,
-    staged: &Staged,
+    first: Result<InitialWeights, WeightsError>,
+    staged: &StagedWeights,
     model: &ModelConfig,
     ranks: &Ranks,
     copy_weights: CopyWeights<'_>,
-) -> Result<First, RunError> {
+) -> Result<InitialWeights, RunError> {
     let mut first =
         ranks.together::<_, RunError>("looking for the first weights", || Ok(first?))?;
-    if let First::Run { from, read } = &mut first {
+    if let InitialWeights::Run { from, read } = &mut first {
         // One node after the other: reading a run locks its directory, which nodes may share.
         let mut copied = None;
         for node in 0..ranks.nodes() {
@@ -490,7 +490,7 @@ fn record(
     dir: &RunDir,
     mut description: RunDescription,
     settings: Option<&RunSettings>,
-    first: Option<&First>,
+    first: Option<&InitialWeights>,
     lost_steps: u64,
     say: &mut dyn FnMut(String),
 ) -> Result<(), RunError> {

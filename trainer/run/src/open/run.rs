@@ -11,7 +11,7 @@ use swapper::private::PrivateDaemon;
 use test_hooks::kill_point::{Point, reach};
 
 use super::RunError;
-use super::first::First;
+use super::first::InitialWeights;
 use crate::config::summary_of_schedule;
 use crate::plan::Plan;
 use offload_support::progress::{Audience, Progress, Unit};
@@ -83,7 +83,7 @@ impl OpenRun {
     }
 
     /// Fills every tile with its initial weights and commits them as step 0.
-    pub(super) fn initialize(&mut self, first: &First) -> Result<(), RunError> {
+    pub(super) fn initialize(&mut self, first: &InitialWeights) -> Result<(), RunError> {
         let (units, format) = (&self.plan.units, self.plan.format);
         self.started_with = first.words();
         let mut work = self.progress("filling the tiles");

@@ -7,7 +7,7 @@ use swapper::Nodes;
 
 use super::each_node::EachNode;
 use super::probe::{PROBE_WAIT, seen};
-use super::{RunError, Start};
+use super::{RunError, StartPoint};
 use crate::accelerator::{AskTorch, without_torch};
 use crate::config::RunSettings;
 use training_state::metrics::MetricsFile;
@@ -28,14 +28,14 @@ pub struct Site {
     pub nodes: Option<Nodes>,
     /// The nodes' directories, if every node keeps the checkpoints in its own.
     pub each_node: Option<EachNode>,
-    pub found: Found,
+    pub found: ExistingRun,
     /// What the process knows about torch.
     pub torch: AskTorch,
 }
 
 /// What there is of the run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Found {
+pub struct ExistingRun {
     /// Identity of the run, chosen now if it is new.
     pub(super) id: RunId,
     /// The run whose directory was copied to make this one, if any.
@@ -46,7 +46,7 @@ pub struct Found {
     pub(super) begun_unix_ms: Option<u64>,
 }
 
-impl Found {
+impl ExistingRun {
     /// Looks for the run in `dir`. `is_fresh` ignores all but its identity.
     ///
     /// # Errors
@@ -81,14 +81,14 @@ impl Site {
     /// The place of a process that reads the run in `dir` alone.
     ///
     /// # Errors
-    /// Same as [`Found::in_dir`].
+    /// Same as [`ExistingRun::in_dir`].
     pub fn alone(dir: &Path) -> Result<Self, RunError> {
         Ok(Self {
             ranks: Ranks::alone(),
             whole_dir: dir.to_owned(),
             nodes: None,
             each_node: None,
-            found: Found::in_dir(dir, false)?,
+            found: ExistingRun::in_dir(dir, false)?,
             torch: without_torch,
         })
     }
@@ -153,12 +153,12 @@ impl Site {
         }
     }
 
-    /// Finds where [`Start::Newest`] begins: at the stores of all nodes, or at the newest checkpoint if a node's directory shows
+    /// Finds where [`StartPoint::Newest`] begins: at the stores of all nodes, or at the newest checkpoint if a node's directory shows
     /// that they cannot be resumed from. The first rank also gets a line that says why. All ranks must call it.
     ///
     /// # Errors
     /// A directory cannot be read; a rank is gone.
-    pub fn newest(&self, settings: &RunSettings) -> Result<(Start, Option<String>), RunError> {
+    pub fn newest(&self, settings: &RunSettings) -> Result<(StartPoint, Option<String>), RunError> {
         let ranks = &self.ranks;
         let problem = ranks.by_first_of_node("looking for the node's store", || {
             match settings.placement.has_store() {
@@ -169,7 +169,7 @@ impl Site {
         })?;
         let problems = ranks.messages(problem.unwrap_or_default().into_bytes())?;
         let Some(problem) = problems.into_iter().find(|problem| !problem.is_empty()) else {
-            return Ok((Start::GoOn, None));
+            return Ok((StartPoint::GoOn, None));
         };
         let mut note = None;
         let step = ranks.by_first::<_, RunError>("looking for the newest checkpoint", || {
@@ -190,8 +190,8 @@ impl Site {
             Ok(Some(newest))
         })?;
         // Without a checkpoint the run is new, or refused with the problem.
-        let start = step.map_or(Start::GoOn, |step| {
-            Start::Checkpoint(CheckpointName::Step(step))
+        let start = step.map_or(StartPoint::GoOn, |step| {
+            StartPoint::Checkpoint(CheckpointName::Step(step))
         });
         Ok((start, note))
     }

@@ -193,7 +193,7 @@ impl fmt::Display for CheckpointsPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Source;
+    use crate::plan::FigureSource;
 
     #[test]
     fn checkpoints_are_shown_with_their_cost() {
@@ -210,7 +210,7 @@ mod tests {
             checkpoint_s: 2.0,
             write_bytes_per_s: Figure {
                 value: 3.2e9,
-                source: Source::Assumed,
+                source: FigureSource::Assumed,
             },
             step_s: 0.02,
         };

@@ -5,7 +5,7 @@ use offload_support::units::ApproxBytes;
 use swapper::{Staging, StepRates};
 
 use super::figures::Seconds;
-use super::{GpuHardware, Hardware, Plan, PlanError, Source};
+use super::{FigureSource, GpuHardware, Hardware, Plan, PlanError};
 use crate::computation::{ActivationCheckpointing, AttentionKernel, can_keep, cudnn_refusal};
 use crate::config::{
     ActivationsChoice, AttentionChoice, Fraction, GradientsChoice, OptimizerDevice,
@@ -478,7 +478,7 @@ impl Plan {
         let node =
             choose::staging_bytes(&self.node_bytes, &self.rates, iodepth * ranks, round_bytes);
         let assumed = !self.hardware.rates_known()
-            || self.hardware.tflops.source == Source::Assumed
+            || self.hardware.tflops.source == FigureSource::Assumed
             || self.swapper.schedule == swapper::Schedule::Immediate;
         let ranks = u64::from(ranks);
         let wanted = node / ranks;

@@ -10,7 +10,7 @@ use training_ranks::World;
 
 use crate::accelerator::{self, AcceleratorError, AskTorch};
 use crate::config::{DeviceChoice, RunSettings};
-use training_state::plan::Measured;
+use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
     BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
 };
@@ -50,7 +50,7 @@ const NETWORK_BYTES_PER_S: f64 = 25e9;
 /// Source of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Source {
+pub enum FigureSource {
     /// From the command line or the configuration.
     Given,
     /// Read from this machine, its store, or an earlier start of the run.
@@ -59,7 +59,7 @@ pub enum Source {
     Assumed,
 }
 
-impl Source {
+impl FigureSource {
     /// The source as a word in a sentence.
     pub fn word(self) -> &'static str {
         match self {
@@ -74,16 +74,16 @@ impl Source {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Figure {
     pub value: f64,
-    pub source: Source,
+    pub source: FigureSource,
 }
 
 impl Figure {
     /// Returns the first available of `given`, `measured` and `assumed`.
     fn first_known(given: Option<f64>, measured: Option<f64>, assumed: f64) -> Self {
         let (value, source) = match (given, measured) {
-            (Some(value), _) => (value, Source::Given),
-            (None, Some(value)) => (value, Source::Measured),
-            (None, None) => (assumed, Source::Assumed),
+            (Some(value), _) => (value, FigureSource::Given),
+            (None, Some(value)) => (value, FigureSource::Measured),
+            (None, None) => (assumed, FigureSource::Assumed),
         };
         Self { value, source }
     }
@@ -107,7 +107,7 @@ pub struct Hardware {
     /// Host memory for all processes of the run on this node. `None` if the kernel does not report it.
     pub host_memory_bytes: Option<u64>,
     /// Source of `host_memory_bytes`.
-    pub host_memory_source: Source,
+    pub host_memory_source: FigureSource,
     /// Cores for the optimizer, for all processes together.
     pub cores: u64,
     /// GPU of each process, if there are any.
@@ -163,7 +163,7 @@ impl Hardware {
     /// Describes this machine with `overrides` applied. Queries the kernel, the GPU's driver, torch if
     /// there is a GPU, and the run directory; changes nothing.
     pub fn new(settings: &RunSettings, overrides: &Overrides, torch: AskTorch) -> Self {
-        let measured = Measured::read(&settings.train.run_dir).unwrap_or_default();
+        let measured = MeasuredRates::read(&settings.train.run_dir).unwrap_or_default();
         let mut unusable_gpu = None;
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
@@ -198,8 +198,8 @@ impl Hardware {
         let drives_count = overrides.drives_count.unwrap_or(named).max(1);
         let drives = drives_count as f64;
         let (host_memory_bytes, host_memory_source) = match overrides.host_memory_bytes {
-            Some(bytes) => (Some(bytes), Source::Given),
-            None => (available_bytes(), Source::Measured),
+            Some(bytes) => (Some(bytes), FigureSource::Given),
+            None => (available_bytes(), FigureSource::Measured),
         };
         Self {
             host_memory_bytes,
@@ -247,8 +247,8 @@ impl Hardware {
 
     /// Returns whether both rates of the devices are known.
     pub fn rates_known(&self) -> bool {
-        self.read_bytes_per_s.source != Source::Assumed
-            && self.write_bytes_per_s.source != Source::Assumed
+        self.read_bytes_per_s.source != FigureSource::Assumed
+            && self.write_bytes_per_s.source != FigureSource::Assumed
     }
 }
 

@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::figures::{Digits, Seconds};
-use super::outlook::Count;
+use super::outlook::PrefixedNumber;
 use super::places::{Place, PlaceReport};
-use super::question::{Length, Question, read_model};
+use super::question::{Question, RunLength, read_model};
 use super::{Hardware, Overrides, Plan};
 use crate::accelerator::without_torch;
 use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
@@ -20,7 +20,7 @@ const QUESTION: Question = Question {
     micro_batches: 1,
     fp32: false,
     ranks: 1,
-    length: Length::Steps(1),
+    length: RunLength::Steps(1),
 };
 
 /// Longest sequence of GPT-2; its row has the same number of tokens in shorter sequences.
@@ -113,7 +113,7 @@ block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that 
         let [gpu, host, drives, least] = &row.places;
         let cells = [
             row.name.clone(),
-            Count(row.parameters as f64).to_string(),
+            PrefixedNumber(row.parameters as f64).to_string(),
             ApproxBytes(gpu.gpu_bytes).to_string(),
             ApproxBytes(host.gpu_bytes).to_string(),
             ApproxBytes(host.host_bytes).to_string(),

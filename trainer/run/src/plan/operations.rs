@@ -162,7 +162,7 @@ fn recomputed_params(block: &UnitLayout, checkpointing: ActivationCheckpointing)
 }
 
 /// Rates of attention kernels on one GPU by length of sequence: forward, backward with sums in a fixed order, backward without.
-struct Measured {
+struct AttentionRates {
     tokens: f64,
     cudnn: [f64; 3],
     torch: [f64; 3],
@@ -170,28 +170,28 @@ struct Measured {
 
 /// Kernels on an H200 with heads of 128, in 10^12 operations per second; `docs/benchmarks.md` has the measurement. H100 and H200 have
 /// the same processor.
-const HOPPER: [Measured; 5] = [
-    Measured {
+const HOPPER: [AttentionRates; 5] = [
+    AttentionRates {
         tokens: 2048.0,
         cudnn: [512.0, 378.0, 400.0],
         torch: [276.0, 226.0, 226.0],
     },
-    Measured {
+    AttentionRates {
         tokens: 4096.0,
         cudnn: [594.0, 425.0, 482.0],
         torch: [322.0, 264.0, 264.0],
     },
-    Measured {
+    AttentionRates {
         tokens: 8192.0,
         cudnn: [552.0, 390.0, 492.0],
         torch: [279.0, 157.0, 290.0],
     },
-    Measured {
+    AttentionRates {
         tokens: 32768.0,
         cudnn: [662.0, 422.0, 600.0],
         torch: [343.0, 171.0, 318.0],
     },
-    Measured {
+    AttentionRates {
         tokens: 131_072.0,
         cudnn: [575.0, 453.0, 542.0],
         torch: [325.0, 171.0, 327.0],
@@ -214,7 +214,7 @@ fn attention_tflops(
     if !["H100", "H200"].iter().any(|part| gpu.name.contains(part)) {
         return OTHER_GPU.map(|share| share * how.products_tflops);
     }
-    let of = |row: &Measured| {
+    let of = |row: &AttentionRates| {
         let rates = match how.attention {
             AttentionKernel::Cudnn => row.cudnn,
             AttentionKernel::Torch => row.torch,

@@ -57,7 +57,7 @@ impl fmt::Display for Outlook {
             "time      about {} for {}, {} tokens",
             Span(self.run_s),
             CountOf(self.steps, "step"),
-            Count(self.tokens as f64)
+            PrefixedNumber(self.tokens as f64)
         )?;
         if let Some(epochs) = self.epochs {
             write!(f, ", {epochs:.2} epochs")?;
@@ -97,9 +97,9 @@ impl fmt::Display for Span {
 }
 
 /// Large number with a unit prefix.
-pub(super) struct Count(pub(super) f64);
+pub(super) struct PrefixedNumber(pub(super) f64);
 
-impl fmt::Display for Count {
+impl fmt::Display for PrefixedNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (factor, unit) = match self.0 {
             n if n < 1e4 => return write!(f, "{n:.0}"),
@@ -123,7 +123,7 @@ mod tests {
             [span(90.0), span(600.0), span(36000.0), span(864000.0)],
             ["90.0 s", "10.0 min", "10.0 h", "10.0 days"]
         );
-        let count = |n: f64| Count(n).to_string();
+        let count = |n: f64| PrefixedNumber(n).to_string();
         assert_eq!(
             [count(900.0), count(16384.0), count(3e9)],
             ["900", "16.4 K", "3.00 G"]

@@ -24,12 +24,12 @@ pub struct Question {
     pub fp32: bool,
     /// Number of processes, each with a GPU.
     pub ranks: u32,
-    pub length: Length,
+    pub length: RunLength,
 }
 
 /// Length of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Length {
+pub enum RunLength {
     Steps(u64),
     /// In as many steps as needed for this number of tokens.
     Tokens(u64),
@@ -107,8 +107,8 @@ impl Question {
             .saturating_mul(u64::from(self.ranks))
             .max(1);
         let steps = match self.length {
-            Length::Steps(steps) => steps,
-            Length::Tokens(tokens) => tokens.div_ceil(step_tokens),
+            RunLength::Steps(steps) => steps,
+            RunLength::Tokens(tokens) => tokens.div_ceil(step_tokens),
         };
         let mut tree = json!({
             "train_micro_batch_size_per_gpu": self.micro_batch,

@@ -4,7 +4,7 @@ use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
 use super::memory::GpuUse;
 use super::operations::{self, Computing, Times};
-use super::{BusBytes, ComputeMemory, Plan, Source, TileSums, memory};
+use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums, memory};
 use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
@@ -158,7 +158,7 @@ impl Plan {
         };
         self.network_bytes = network_bytes;
         self.attention_s = times.attention_s;
-        if self.hardware.tflops.source == Source::Assumed {
+        if self.hardware.tflops.source == FigureSource::Assumed {
             self.hardware.tflops.value = self.operations.sum() / times.sum() / 1e12;
         }
         self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
@@ -169,8 +169,8 @@ impl Plan {
         let estimated = self.estimated_times(settings, settings.train.deterministic);
         let tflops = &self.hardware.tflops;
         match tflops.source {
-            Source::Assumed => estimated,
-            Source::Given | Source::Measured => {
+            FigureSource::Assumed => estimated,
+            FigureSource::Given | FigureSource::Measured => {
                 estimated.scaled_to(self.operations.sum() / (tflops.value * 1e12))
             }
         }

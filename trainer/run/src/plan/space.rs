@@ -88,7 +88,7 @@ impl Plan {
     ) -> Result<Option<String>, PlanError> {
         let run_dir = resolved(&settings.train.run_dir);
         let free_bytes = |dir: &Path| free_bytes(dir).map_err(unreadable(dir));
-        let wanted = Wanted::for_start(self, settings, whole_dir, beginning)?;
+        let wanted = PlannedCheckpoints::for_start(self, settings, whole_dir, beginning)?;
         let number = file_system(&run_dir).map_err(unreadable(&run_dir))?;
         let mut there = FileSystem {
             dir: run_dir.clone(),
@@ -205,7 +205,7 @@ impl FileSystem {
 }
 
 /// Checkpoints that a start will make.
-struct Wanted {
+struct PlannedCheckpoints {
     /// Bytes of one checkpoint.
     bytes: u64,
     /// Checkpoints that exist at the same time, beyond those that exist already. The oldest is removed after
@@ -215,7 +215,7 @@ struct Wanted {
     at_end: bool,
 }
 
-impl Wanted {
+impl PlannedCheckpoints {
     fn for_start(
         plan: &Plan,
         settings: &RunSettings,
@@ -323,7 +323,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn most(steps: std::ops::Range<u64>, every: u64, kept: u64, there: u64, at_end: bool) -> u64 {
-        Wanted::new(GIB, steps, every, kept, there, at_end).most
+        PlannedCheckpoints::new(GIB, steps, every, kept, there, at_end).most
     }
 
     #[test]
@@ -350,8 +350,8 @@ mod tests {
         }
     }
 
-    fn wanted(at_end: bool) -> Wanted {
-        Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end)
+    fn wanted(at_end: bool) -> PlannedCheckpoints {
+        PlannedCheckpoints::new(145 * GIB, 0..100, 10, 2, 0, at_end)
     }
 
     #[test]

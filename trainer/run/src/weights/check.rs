@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use rayon::prelude::*;
 
 use super::read::BLOCK_BYTES;
-use super::source::Stored;
+use super::source::StoredParam;
 use super::{Weights, WeightsError};
 use offload_support::progress::{Audience, Progress, Unit};
 
@@ -31,7 +31,7 @@ impl Weights {
                 message: error.to_string(),
             })?;
         let tensors = self.tensors();
-        let bytes = |(stored, elems): &(&Stored, usize)| elems * stored.element.size_bytes();
+        let bytes = |(stored, elems): &(&StoredParam, usize)| elems * stored.element.size_bytes();
         let total_bytes: usize = tensors.iter().map(bytes).sum();
         let work = Progress::new("checking the weights", Unit::Bytes, Audience::Person)
             .with_total(total_bytes as u64);
@@ -54,7 +54,7 @@ impl Weights {
     }
 
     /// Returns each tensor that is read, once, with its number of elements.
-    fn tensors(&self) -> Vec<(&Stored, usize)> {
+    fn tensors(&self) -> Vec<(&StoredParam, usize)> {
         let mut found = Vec::new();
         for (layout, stored) in self.units.iter().zip(&self.stored) {
             for (param, stored) in layout.params.iter().zip(stored) {
@@ -67,7 +67,12 @@ impl Weights {
         found
     }
 
-    fn check_block(&self, stored: &Stored, start: usize, elems: usize) -> Result<(), WeightsError> {
+    fn check_block(
+        &self,
+        stored: &StoredParam,
+        start: usize,
+        elems: usize,
+    ) -> Result<(), WeightsError> {
         let mut values = vec![0f32; elems];
         self.read(stored, start, &mut values)?;
         if let Some(at) = values.iter().position(|value| !value.is_finite()) {

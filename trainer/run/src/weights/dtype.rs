@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use super::header::Opened;
+use super::header::WeightsFile;
 use super::{Element, SINGLE_FILE};
 
 /// Type of most numbers of the checkpoint in `dir`. `None` if there is no readable checkpoint; reading the
@@ -15,7 +15,7 @@ pub(crate) fn stored_element(dir: &Path) -> Option<Element> {
         false => first_shard(dir)?,
     };
     let mut counts: BTreeMap<&str, (usize, Element)> = BTreeMap::new();
-    for tensor in Opened::open(&path).ok()?.tensors {
+    for tensor in WeightsFile::open(&path).ok()?.tensors {
         if let Some(element) = Element::from_dtype(tensor.dtype) {
             let numbers: usize = tensor.shape.iter().product();
             counts.entry(element.word()).or_insert((0, element)).0 += numbers;

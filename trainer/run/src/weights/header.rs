@@ -22,7 +22,7 @@ const SAMPLE_BYTES: u64 = 4096;
 
 /// Open file with its tensors.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct WeightsFile {
     pub(super) path: PathBuf,
     pub(super) file: File,
     pub(super) bytes: u64,
@@ -50,7 +50,7 @@ struct Entry {
     data_offsets: (u64, u64),
 }
 
-impl Opened {
+impl WeightsFile {
     /// Opens a file and checks its header.
     pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
         let file = File::open(path).map_err(WeightsError::io("read", path))?;
@@ -183,8 +183,8 @@ struct Entries(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Entries {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Table;
-        impl<'de> Visitor<'de> for Table {
+        struct HeaderVisitor;
+        impl<'de> Visitor<'de> for HeaderVisitor {
             type Value = Entries;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -204,6 +204,6 @@ impl<'de> Deserialize<'de> for Entries {
                 Ok(Entries(entries))
             }
         }
-        deserializer.deserialize_map(Table)
+        deserializer.deserialize_map(HeaderVisitor)
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use super::source::Stored;
+use super::source::StoredParam;
 use super::{Weights, WeightsError};
 use crate::model::ParamLayout;
 
@@ -58,7 +58,7 @@ impl Weights {
     fn fill_turned(
         &self,
         param: &ParamLayout,
-        stored: &Stored,
+        stored: &StoredParam,
         range: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), WeightsError> {
@@ -93,7 +93,7 @@ impl Weights {
     }
 
     /// Error for a value that cannot be trained.
-    pub(super) fn not_finite(&self, stored: &Stored, elem: usize, value: f32) -> WeightsError {
+    pub(super) fn not_finite(&self, stored: &StoredParam, elem: usize, value: f32) -> WeightsError {
         WeightsError::Tensor {
             path: self.files[stored.file].path.clone(),
             tensor: stored.place.name.clone(),
@@ -104,7 +104,7 @@ impl Weights {
     /// Reads the numbers of a tensor from its element `first` on, in the file's order.
     pub(super) fn read(
         &self,
-        stored: &Stored,
+        stored: &StoredParam,
         first: usize,
         out: &mut [f32],
     ) -> Result<(), WeightsError> {

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use super::header::{Opened, Tensor};
+use super::header::{Tensor, WeightsFile};
 use super::{Element, INDEX_FILE, SINGLE_FILE, WeightsError};
-use crate::model::names::{PROJECTION, Place, is_left_aside, places};
+use crate::model::names::{PROJECTION, ParamLocation, is_left_aside, places};
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// Size limit of the index; that of a model with a hundred thousand tensors has about 10 MB.
@@ -87,23 +87,23 @@ fn names_in(dir: &Path) -> Vec<String> {
 #[derive(Debug)]
 pub struct Weights {
     pub(super) units: Vec<UnitLayout>,
-    pub(super) files: Vec<Opened>,
+    pub(super) files: Vec<WeightsFile>,
     /// Position of each parameter: `[unit][parameter]`.
-    pub(super) stored: Vec<Vec<Stored>>,
+    pub(super) stored: Vec<Vec<StoredParam>>,
     /// Projection in the files of a tied model, which should equal the embedding.
-    pub(super) repeated: Option<Stored>,
+    pub(super) repeated: Option<StoredParam>,
     dir: PathBuf,
 }
 
 /// Position of a parameter's values.
 #[derive(Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredParam {
     /// Index in `Weights::files`.
     pub(super) file: usize,
     /// Offset of the tensor in the file.
     pub(super) start: u64,
     pub(super) element: Element,
-    pub(super) place: Place,
+    pub(super) place: ParamLocation,
 }
 
 impl Weights {
@@ -119,9 +119,9 @@ impl Weights {
         } else {
             shards(dir)?
         };
-        let files: Vec<Opened> = paths
+        let files: Vec<WeightsFile> = paths
             .iter()
-            .map(|path| Opened::open(path))
+            .map(|path| WeightsFile::open(path))
             .collect::<Result<_, _>>()?;
         let mut tensors: HashMap<&str, (usize, &Tensor)> = HashMap::new();
         for (number, file) in files.iter().enumerate() {
@@ -147,7 +147,7 @@ impl Weights {
                 };
                 used.insert(&tensor.name);
                 let element = check(&files[file], tensor, &place.stored_shape(&param.shape))?;
-                of_unit.push(Stored {
+                of_unit.push(StoredParam {
                     file,
                     start: tensor.start,
                     element,
@@ -208,18 +208,18 @@ impl Weights {
 
 /// Returns a tied model's own projection, which must have the size of the embedding.
 fn repeated(
-    opened: &Opened,
+    opened: &WeightsFile,
     file: usize,
     tensor: &Tensor,
     units: &[UnitLayout],
-    stored: &[Vec<Stored>],
-) -> Result<Stored, WeightsError> {
+    stored: &[Vec<StoredParam>],
+) -> Result<StoredParam, WeightsError> {
     let embedding = &units[0].params[0];
-    let place = Place {
+    let place = ParamLocation {
         name: PROJECTION.to_owned(),
         ..stored[0][0].place.clone()
     };
-    Ok(Stored {
+    Ok(StoredParam {
         file,
         start: tensor.start,
         element: check(opened, tensor, &embedding.shape)?,
@@ -269,7 +269,7 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     Ok(paths)
 }
 
-fn missing(dir: &Path, place: &Place) -> WeightsError {
+fn missing(dir: &Path, place: &ParamLocation) -> WeightsError {
     let hint = match place.name.as_str() {
         "lm_head.weight" => {
             ": if the model's projection is its embedding, set model.tie_word_embeddings = true; a model without a language model head cannot be trained"
@@ -285,7 +285,7 @@ fn missing(dir: &Path, place: &Place) -> WeightsError {
     }
 }
 
-fn check(file: &Opened, tensor: &Tensor, shape: &[usize]) -> Result<Element, WeightsError> {
+fn check(file: &WeightsFile, tensor: &Tensor, shape: &[usize]) -> Result<Element, WeightsError> {
     let wrong = |what: String| WeightsError::Tensor {
         path: file.path.clone(),
         tensor: tensor.name.clone(),

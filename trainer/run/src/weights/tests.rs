@@ -14,13 +14,13 @@ use crate::model::{Architecture, ModelConfig, unit_layouts};
 
 /// Tensor to be written.
 #[derive(Clone)]
-struct Made {
+struct TensorToWrite {
     dtype: &'static str,
     shape: Vec<usize>,
     bytes: Vec<u8>,
 }
 
-type Tensors = BTreeMap<String, Made>;
+type Tensors = BTreeMap<String, TensorToWrite>;
 
 fn model(architecture: Architecture, tied: bool) -> ModelConfig {
     ModelConfig {
@@ -76,7 +76,7 @@ fn tensors(config: &ModelConfig, dtype: &'static str) -> Tensors {
         let bytes = encode(dtype, &numbers);
         (
             name,
-            Made {
+            TensorToWrite {
                 dtype,
                 shape,
                 bytes,
@@ -184,7 +184,7 @@ fn files_of_bare_models_and_with_stored_tables_are_accepted() {
         .into_iter()
         .map(|(name, made)| (name.replace("transformer.", ""), made))
         .collect();
-    let table = Made {
+    let table = TensorToWrite {
         dtype: "U8",
         shape: vec![1, 1, 16, 16],
         bytes: vec![1; 256],

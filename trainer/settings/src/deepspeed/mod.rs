@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use crate::error::{SettingsError, did_you_mean};
-use crate::reader::{Reader, Said};
+use crate::reader::{Reader, Remarks};
 use crate::{files, json, keys};
 
 /// DeepSpeed settings that were read from a file.
@@ -61,7 +61,7 @@ pub(crate) fn simplify(tree: &mut Value, reader: Reader) -> Vec<String> {
 }
 
 /// Reports the keys of `file` that DeepSpeed ignores. One that resembles a key with an effect is a warning.
-pub(crate) fn note_ignored(ignored: &[String], file: &str, reader: Reader, said: &mut Said) {
+pub(crate) fn note_ignored(ignored: &[String], file: &str, reader: Reader, said: &mut Remarks) {
     let mut others = Vec::new();
     for key in ignored {
         match keys::suggestion(key, reader) {

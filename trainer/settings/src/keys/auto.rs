@@ -11,10 +11,10 @@ use crate::reader::Reader;
 
 /// A key, the function that computes its value from all settings (`None`: the key is left out and derived
 /// later), and the text that explains the choice.
-type Auto = (&'static str, fn(&Value) -> Option<Value>, &'static str);
+type AutoKey = (&'static str, fn(&Value) -> Option<Value>, &'static str);
 
 /// The order matters: later entries read the results of earlier ones.
-pub(crate) const AUTO: &[Auto] = &[
+pub(crate) const AUTO: &[AutoKey] = &[
     (
         "train_micro_batch_size_per_gpu",
         micro_batch,

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::error::SettingsError;
 use crate::reader::Reader;
-use crate::schema::{Field, Kind, Typed};
+use crate::schema::{Field, KeyType, Kind};
 use crate::toml::{ConfigToml, PackageToml};
 use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
@@ -26,7 +26,7 @@ pub use listing::listing;
 pub(crate) use suggest::suggestion;
 
 /// Result of checking a file.
-pub(crate) struct Checked {
+pub(crate) struct KeyFindings {
     /// A line about keys without effect, if there are any.
     pub(crate) note: Option<String>,
     /// Paths of keys without effect, except those that only switch off what is not there.
@@ -36,7 +36,7 @@ pub(crate) struct Checked {
 }
 
 /// Checks every key of a file.
-pub(crate) fn check(file: &Value, reader: Reader) -> Checked {
+pub(crate) fn check(file: &Value, reader: Reader) -> KeyFindings {
     let mut check = Check {
         reader,
         used: used_keys(reader),
@@ -45,7 +45,7 @@ pub(crate) fn check(file: &Value, reader: Reader) -> Checked {
         faults: Vec::new(),
     };
     check.walk("", file);
-    Checked {
+    KeyFindings {
         note: check.note(),
         without_effect: check.without_effect,
         faults: check.faults,
@@ -377,7 +377,7 @@ mod tests {
 
     /// Number of keys in the note about keys without effect.
     fn without_effect(file: Value) -> usize {
-        let Checked { note, faults, .. } = check(&file, Reader::Trainer);
+        let KeyFindings { note, faults, .. } = check(&file, Reader::Trainer);
         assert!(faults.is_empty(), "{faults:?}");
         let note = note.unwrap_or_default();
         assert_eq!(note.lines().count(), 1, "{note}");

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::{entry, join};
 use crate::reader::Reader;
-use crate::schema::{Field, Kind, Typed};
+use crate::schema::{Field, KeyType, Kind};
 use crate::toml::ConfigToml;
 
 const HEAD: &str = "# Configuration of the trainer

@@ -2,7 +2,7 @@
 
 use super::{Faults, not_negative, value, word};
 use crate::error::SettingsError;
-use crate::reader::{Reader, Said};
+use crate::reader::{Reader, Remarks};
 use crate::toml::{Bf16Toml, OptimizerParamsToml, OptimizerToml, ParamGroupToml, Switch};
 use crate::values::{
     Decaying, MasterType, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings,
@@ -29,7 +29,7 @@ pub fn optimizer(
     optimizer: &OptimizerToml,
     bf16: &Bf16Toml,
     reader: Reader,
-    said: &mut Said,
+    said: &mut Remarks,
     faults: &mut Faults,
 ) -> Option<OptimizerSettings> {
     let params = &optimizer.params;

@@ -8,7 +8,7 @@ use training_state::learning_rate::{
 use super::{at_least, fraction, not_negative, value};
 use crate::error::SettingsError;
 use crate::rate::Rate;
-use crate::reader::{Said, WrittenFor};
+use crate::reader::{Remarks, WrittenFor};
 use crate::toml::{SchedulerParamsToml, SchedulerToml};
 
 /// Hugging Face's schedules, each with the names of its parameters.
@@ -91,7 +91,7 @@ pub fn left_out(
     lr: f64,
     steps: u64,
     written_for: WrittenFor,
-    said: &mut Said,
+    said: &mut Remarks,
 ) -> LrSchedule {
     let trainers = written_for == WrittenFor::Trainer || optimizer_is_left_out;
     if !trainers {

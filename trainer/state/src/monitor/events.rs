@@ -21,7 +21,7 @@ const MONITOR: &str = "tensorboard";
 
 /// The fields of tensorflow/core/util/event.proto that are written.
 #[derive(Clone, PartialEq, Message)]
-struct Event {
+struct TensorboardEvent {
     #[prost(double, tag = "1")]
     wall_time: f64,
     #[prost(int64, tag = "2")]
@@ -80,16 +80,16 @@ impl EventFile {
         let opened = options.open(&path);
         let file = opened.map_err(MonitorError::from_io(MONITOR, "make", &path))?;
         let mut events = Self { path, file };
-        events.add(Event {
+        events.add(TensorboardEvent {
             file_version: Some("brain.Event:2".into()),
-            ..Event::default()
+            ..TensorboardEvent::default()
         })?;
-        events.add(Event {
+        events.add(TensorboardEvent {
             step: samples as i64 + 1,
             session_log: Some(SessionLog {
                 status: SESSION_STARTS,
             }),
-            ..Event::default()
+            ..TensorboardEvent::default()
         })?;
         Ok(events)
     }
@@ -103,18 +103,18 @@ impl EventFile {
             tag: (*name).to_owned(),
             simple_value: Some(*value as f32),
         });
-        self.add(Event {
+        self.add(TensorboardEvent {
             step: samples as i64,
             summary: Some(Summary {
                 values: values.collect(),
             }),
-            ..Event::default()
+            ..TensorboardEvent::default()
         })
     }
 
-    fn add(&mut self, event: Event) -> Result<(), MonitorError> {
+    fn add(&mut self, event: TensorboardEvent) -> Result<(), MonitorError> {
         let wall_time = now().as_secs_f64();
-        let event = Event { wall_time, ..event }.encode_to_vec();
+        let event = TensorboardEvent { wall_time, ..event }.encode_to_vec();
         let length = (event.len() as u64).to_le_bytes();
         let mut record = length.to_vec();
         record.extend(masked_sum(&length).to_le_bytes());
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     /// Reads the events of a directory's only file and verifies each checksum.
-    fn read(dir: &Path) -> Vec<Event> {
+    fn read(dir: &Path) -> Vec<TensorboardEvent> {
         let mut files = std::fs::read_dir(dir).unwrap();
         let path = files.next().unwrap().unwrap().path();
         assert!(files.next().is_none());
@@ -157,7 +157,7 @@ mod tests {
                 rest[12 + length..16 + length],
                 masked_sum(event).to_le_bytes()
             );
-            events.push(Event::decode(event).unwrap());
+            events.push(TensorboardEvent::decode(event).unwrap());
             rest = &rest[16 + length..];
         }
         events
@@ -194,9 +194,9 @@ mod tests {
     #[test]
     fn records_have_the_bytes_that_tensorboard_reads() {
         // The first record of such a file, except for its time, as written by TensorFlow.
-        let mut event = Event {
+        let mut event = TensorboardEvent {
             file_version: Some("brain.Event:2".into()),
-            ..Event::default()
+            ..TensorboardEvent::default()
         };
         assert_eq!(event.encode_to_vec(), b"\x1a\x0dbrain.Event:2");
         event.wall_time = 1.0;

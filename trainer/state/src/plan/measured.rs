@@ -16,7 +16,7 @@ const FILE_BYTES_MAX: u64 = 1 << 16;
 /// Figures of the machine that ran the run; `None` if not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Measured {
+pub struct MeasuredRates {
     /// Read rate of all devices of the store together, in bytes per second.
     pub read_bytes_per_s: Option<f64>,
     /// Write rate of all devices of the store together, in bytes per second.
@@ -30,7 +30,7 @@ pub struct Measured {
     pub checkpoint_bytes_per_s: Option<f64>,
 }
 
-impl Measured {
+impl MeasuredRates {
     /// Reads the figures of the run in `run_dir`; `None` if there are none.
     pub fn read(run_dir: &Path) -> Option<Self> {
         let path = measured_path(run_dir);
@@ -87,8 +87,8 @@ mod tests {
     #[test]
     fn figures_are_restored_and_invalid_ones_ignored() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(Measured::read(dir.path()), None);
-        let measured = Measured {
+        assert_eq!(MeasuredRates::read(dir.path()), None);
+        let measured = MeasuredRates {
             read_bytes_per_s: Some(6.2e9),
             write_bytes_per_s: None,
             tflops: Some(0.25),
@@ -96,7 +96,7 @@ mod tests {
             checkpoint_bytes_per_s: Some(1e9),
         };
         measured.write(dir.path()).unwrap();
-        assert_eq!(Measured::read(dir.path()), Some(measured));
+        assert_eq!(MeasuredRates::read(dir.path()), Some(measured));
         assert_eq!(
             (measured.tflops_on(false), measured.tflops_on(true)),
             (Some(0.25), None)
@@ -106,11 +106,11 @@ mod tests {
             r#"{"tflops": -1, "read_bytes_per_s": 5}"#,
         )
         .unwrap();
-        let read = Measured::read(dir.path()).unwrap();
+        let read = MeasuredRates::read(dir.path()).unwrap();
         assert_eq!((read.tflops, read.read_bytes_per_s), (None, Some(5.0)));
         for nonsense in ["", "{", "3", r#"{"tflops": "fast"}"#] {
             fs::write(measured_path(dir.path()), nonsense).unwrap();
-            assert_eq!(Measured::read(dir.path()), None, "{nonsense}");
+            assert_eq!(MeasuredRates::read(dir.path()), None, "{nonsense}");
         }
     }
 }

@@ -7,4 +7,4 @@ pub mod choose;
 mod measured;
 
 pub use bytes::{BusBytes, TileSums};
-pub use measured::{Measured, measured_path};
+pub use measured::{MeasuredRates, measured_path};

@@ -30,7 +30,7 @@ const PART_BYTES: usize = 4 << 20;
 
 /// A file that a node sends.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Sent {
+pub struct SentFile {
     /// Path below the directory of the copying.
     pub name: PathBuf,
     pub bytes: u64,
@@ -55,7 +55,7 @@ impl Default for Source {
     }
 }
 
-impl Sent {
+impl SentFile {
     /// The file `file` of a checkpoint in `dir`, whose tiles end with their fingerprint.
     pub fn of_tiles(dir: &Path, file: &SavedFile) -> Self {
         Self {
@@ -122,7 +122,7 @@ impl Sent {
 pub fn copy(
     nodes: &Ranks,
     dir: &Path,
-    own: Result<Vec<Sent>, CheckpointError>,
+    own: Result<Vec<SentFile>, CheckpointError>,
     receives: bool,
 ) -> Result<(), CheckpointError> {
     let me = nodes.rank() as usize;
@@ -132,10 +132,10 @@ pub fn copy(
     };
     let lists = nodes.messages(serde_json::to_vec(&own).expect("plain data"))?;
     let lists = lists.iter().map(|list| {
-        let list = serde_json::from_slice::<Vec<Sent>>(list);
+        let list = serde_json::from_slice::<Vec<SentFile>>(list);
         list.expect("the same program on every node")
     });
-    let mut lists: Vec<Vec<Sent>> = lists.collect();
+    let mut lists: Vec<Vec<SentFile>> = lists.collect();
     // The others' lists do not say where they read.
     lists[me] = own;
     if let Some(file) = lists.iter().flatten().find(|file| !file.is_below()) {
@@ -145,7 +145,7 @@ pub fn copy(
     }
     let lacking = lists.iter().enumerate().flat_map(|(node, list)| {
         let is_received = receives && node != me;
-        let lacks = move |file: &Sent| is_received && file.is_below() && !file.is_in(dir);
+        let lacks = move |file: &SentFile| is_received && file.is_below() && !file.is_in(dir);
         list.iter().map(move |file| u8::from(lacks(file)))
     });
     let lacking: Vec<u8> = lacking.collect();
@@ -220,7 +220,7 @@ pub(super) fn agree(
 struct Stream {
     node: u32,
     /// With whether this node receives it.
-    files: VecDeque<(Sent, bool)>,
+    files: VecDeque<(SentFile, bool)>,
     left_bytes: u64,
     /// Bytes done of the first file.
     done_bytes: u64,
@@ -242,7 +242,7 @@ impl Stream {
         }
     }
 
-    fn add(&mut self, file: Sent, is_lacking: bool) {
+    fn add(&mut self, file: SentFile, is_lacking: bool) {
         self.left_bytes += file.bytes;
         self.files.push_back((file, is_lacking));
     }

@@ -144,14 +144,14 @@ pub struct RunDir {
     path: PathBuf,
     id: RunId,
     /// Held by the first rank for all ranks.
-    _lock: Option<Locked>,
+    _lock: Option<LockedFile>,
 }
 
 /// Locked file. Dropping it releases the lock even while a child process that was just started holds a copy
 /// of the file.
-struct Locked(File);
+struct LockedFile(File);
 
-impl Drop for Locked {
+impl Drop for LockedFile {
     fn drop(&mut self) {
         let _ = self.0.unlock();
     }
@@ -211,7 +211,7 @@ impl RunDir {
         Ok(Self {
             path,
             id: id.clone(),
-            _lock: Some(Locked(lock)),
+            _lock: Some(LockedFile(lock)),
         })
     }
 
@@ -257,7 +257,7 @@ impl RunDir {
         // A shared lock, so that two listings at the same time do not take each other for a trainer.
         File::open(path.join(".lock")).is_ok_and(|lock| {
             let is_used = lock.try_lock_shared().is_err();
-            drop(Locked(lock));
+            drop(LockedFile(lock));
             is_used
         })
     }

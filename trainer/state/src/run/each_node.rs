@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use test_hooks::kill_point::{Point, reach};
 
 use super::checkpoint::DESCRIPTION;
-use super::copies::{Sent, agree, copy};
+use super::copies::{SentFile, agree, copy};
 use super::dir::{self, INCOMPLETE};
 use super::identity;
 use super::{
@@ -39,7 +39,7 @@ pub struct NodeDirs {
 
 /// What a node's directory holds of the run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Held {
+pub struct NodeContents {
     job: Option<String>,
     begun_unix_ms: Option<u64>,
     checkpoints: Vec<HeldCheckpoint>,
@@ -54,7 +54,7 @@ struct HeldCheckpoint {
     fingerprint: u64,
 }
 
-impl Held {
+impl NodeContents {
     /// Reads what `run_dir` holds. A checkpoint that is not whole does not count.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl Held {
 
 /// What the nodes' directories hold, by node.
 #[derive(Clone, Debug)]
-pub struct HeldByNodes(Vec<Held>);
+pub struct HeldByNodes(Vec<NodeContents>);
 
 impl HeldByNodes {
     /// Nodes in the order in which what they hold counts: the newest beginning first, then the lowest number.
@@ -144,7 +144,7 @@ impl NodeDirs {
     ///
     /// # Errors
     /// A node is gone.
-    pub fn meet(&self, own: &Held) -> Result<HeldByNodes, CheckpointError> {
+    pub fn meet(&self, own: &NodeContents) -> Result<HeldByNodes, CheckpointError> {
         let own = serde_json::to_vec(own).expect("plain data");
         let all = self.nodes.messages(own)?;
         let all = all.iter().map(|held| {
@@ -215,7 +215,7 @@ impl NodeDirs {
         let Some((source, held)) = all.holder(step) else {
             return Ok(());
         };
-        let has = |of: &Held| {
+        let has = |of: &NodeContents| {
             let own = of.checkpoint(step);
             own.is_some_and(|own| own.fingerprint == held.fingerprint)
         };
@@ -288,26 +288,26 @@ impl NodeDirs {
         dir: &Path,
         files: &[SavedFile],
         is_described: bool,
-    ) -> Result<Vec<Sent>, CheckpointError> {
+    ) -> Result<Vec<SentFile>, CheckpointError> {
         let partial = self.checkpoints.partial(step);
         let below = partial.strip_prefix(&self.run_dir);
         let below = below.expect("checkpoints are in the run's directory");
-        let sent = files.iter().map(|file| Sent {
+        let sent = files.iter().map(|file| SentFile {
             name: below.join(&file.name),
-            ..Sent::of_tiles(dir, file)
+            ..SentFile::of_tiles(dir, file)
         });
-        let mut sent: Vec<Sent> = sent.collect();
+        let mut sent: Vec<SentFile> = sent.collect();
         if is_described {
             let path = dir.join(DESCRIPTION);
             let text = fs::read(&path).map_err(CheckpointError::io("read", &path))?;
-            sent.push(Sent::from_contents(below.join(DESCRIPTION), text));
+            sent.push(SentFile::from_contents(below.join(DESCRIPTION), text));
         }
         Ok(sent)
     }
 }
 
 /// The files that describe the run in `run_dir`, for other nodes. `run.json` comes last: a node that has it has the others.
-fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
+fn run_files(run_dir: &Path) -> Result<Vec<SentFile>, CheckpointError> {
     let metrics = MetricsFile::path(run_dir);
     let mut paths = vec![
         run_dir.join(identity::NAME),
@@ -329,7 +329,7 @@ fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
     let mut files = Vec::new();
     for path in paths {
         match fs::read(&path) {
-            Ok(contents) => files.push(Sent::from_contents(below(&path), contents)),
+            Ok(contents) => files.push(SentFile::from_contents(below(&path), contents)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(source) => return Err(CheckpointError::io("copy", &path)(source)),
         }
@@ -339,7 +339,7 @@ fn run_files(run_dir: &Path) -> Result<Vec<Sent>, CheckpointError> {
         description.nodes = INCOMPLETE;
         description.files.clear();
         let text = serde_json::to_vec_pretty(&description).expect("plain data");
-        files.push(Sent::from_contents(
+        files.push(SentFile::from_contents(
             below(&dir::description_path(run_dir)),
             text,
         ));

@@ -111,12 +111,12 @@ impl RunId {
     /// Identity kept in `dir`, if it can be read.
     pub fn kept(dir: &Path) -> Option<Self> {
         #[derive(Deserialize)]
-        struct Described {
+        struct IdOfDescription {
             id: RunId,
         }
         Self::own(dir).or_else(|| {
             let text = fs::read(dir.join("run.json")).ok()?;
-            let described: Described = serde_json::from_slice(&text).ok()?;
+            let described: IdOfDescription = serde_json::from_slice(&text).ok()?;
             Some(described.id)
         })
     }

@@ -14,13 +14,13 @@ pub use checkpoint::{
     SavedFile, TileWriter,
 };
 pub use checkpoint::{SLACK_BYTES, bytes_in};
-pub use copies::{Sent, Source, copy as copy_files};
+pub use copies::{SentFile, Source, copy as copy_files};
 pub use dir::{
     Difference, check_text, daemon_dir, differences, first_weights_dir, make_dir, resolved,
     tokens_dir,
 };
 pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir, STORE_IN_DIR, STORE_IN_PLACE};
-pub use each_node::{Held, HeldByNodes, NodeDirs};
+pub use each_node::{HeldByNodes, NodeContents, NodeDirs};
 pub use identity::{Origin, RunId, node_dir, node_job, nodes_dir};
 pub use model_files::ModelFiles;
 pub use state::{RunState, StateError};

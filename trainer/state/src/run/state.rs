@@ -71,10 +71,10 @@ impl RunState {
     /// The bytes are not a state, or have another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, StateError> {
         #[derive(Deserialize)]
-        struct Versioned {
+        struct StateVersion {
             version: u32,
         }
-        let Versioned { version } = serde_json::from_slice(bytes)?;
+        let StateVersion { version } = serde_json::from_slice(bytes)?;
         if version != VERSION {
             return Err(StateError::Version { found: version });
         }

@@ -17,10 +17,10 @@ const PART_BYTES: usize = 8 << 20;
 
 /// Files that are being moved. They are locked, so no daemon serves them.
 pub struct Relocation {
-    files: Vec<Moved>,
+    files: Vec<FileMove>,
 }
 
-struct Moved {
+struct FileMove {
     from: PathBuf,
     to: PathBuf,
     /// The open file, which holds the lock.
@@ -54,7 +54,7 @@ impl Relocation {
             let numbers = [file_system(from), file_system(dir)].map(Result::ok);
             let renames = numbers[0].is_some() && numbers[0] == numbers[1];
             check_dirs(std::slice::from_ref(&to), if renames { 0 } else { bytes })?;
-            moved.push(Moved {
+            moved.push(FileMove {
                 from: from.clone(),
                 to,
                 file,

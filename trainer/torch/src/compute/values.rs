@@ -23,11 +23,11 @@ pub(super) fn kind_of(dtype: Dtype) -> Kind {
 /// Memory for one unit's gathered weights, filled as bytes and used as parameters. Blocks have the same
 /// layout, so one buffer can serve several blocks in turn.
 pub struct UnitWeights {
-    place: Place,
+    place: WeightsMemory,
     elems: usize,
 }
 
-enum Place {
+enum WeightsMemory {
     Host(HostBuffer),
     /// `flat` is a tensor over the whole buffer.
     Gpu {
@@ -58,12 +58,12 @@ impl UnitWeights {
     ) -> Result<Self, ComputeError> {
         assert!(padded_elems >= layout.elems, "room for the whole unit");
         let place = match device {
-            ComputeDevice::Cpu => Place::Host(HostBuffer::zeros(kind, padded_elems)?),
+            ComputeDevice::Cpu => WeightsMemory::Host(HostBuffer::zeros(kind, padded_elems)?),
             ComputeDevice::Gpu(gpu) => {
                 let buffer = gpu.alloc(padded_elems * kind.elt_size_in_bytes())?;
                 let flat = device_view(&buffer, kind, 0, &[padded_elems as i64])?;
                 let _ = flat.shallow_clone().f_zero_()?;
-                Place::Gpu { buffer, flat }
+                WeightsMemory::Gpu { buffer, flat }
             }
         };
         Ok(UnitWeights {
@@ -80,7 +80,7 @@ impl UnitWeights {
     ) -> Result<Self, ComputeError> {
         let flat = device_view(buffer, kind, 0, &[layout.elems as i64])?;
         Ok(UnitWeights {
-            place: Place::Gpu {
+            place: WeightsMemory::Gpu {
                 buffer: buffer.clone(),
                 flat,
             },
@@ -93,8 +93,10 @@ impl UnitWeights {
     /// [`UnitWeights::buffer`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.place {
-            Place::Host(buffer) => buffer.bytes_mut(),
-            Place::Gpu { .. } => panic!("weights on a GPU must be written through buffer()"),
+            WeightsMemory::Host(buffer) => buffer.bytes_mut(),
+            WeightsMemory::Gpu { .. } => {
+                panic!("weights on a GPU must be written through buffer()")
+            }
         }
     }
 
@@ -102,14 +104,14 @@ impl UnitWeights {
     /// until [`UnitWeights::put_host`] returns it. Panics for weights on a GPU.
     pub fn take_host(&mut self) -> HostBuffer {
         match &mut self.place {
-            Place::Host(buffer) => std::mem::take(buffer),
-            Place::Gpu { .. } => panic!("these weights are on a GPU"),
+            WeightsMemory::Host(buffer) => std::mem::take(buffer),
+            WeightsMemory::Gpu { .. } => panic!("these weights are on a GPU"),
         }
     }
 
     /// Returns the buffer taken by [`UnitWeights::take_host`].
     pub fn put_host(&mut self, buffer: HostBuffer) {
-        self.place = Place::Host(buffer);
+        self.place = WeightsMemory::Host(buffer);
     }
 
     /// Returns the flat buffer on a GPU, for writing the gathered weights; `None` on the CPU. Computation
@@ -117,8 +119,8 @@ impl UnitWeights {
     /// events.
     pub fn buffer(&self) -> Option<&DeviceBuffer> {
         match &self.place {
-            Place::Host(_) => None,
-            Place::Gpu { buffer, .. } => Some(buffer),
+            WeightsMemory::Host(_) => None,
+            WeightsMemory::Gpu { buffer, .. } => Some(buffer),
         }
     }
 
@@ -151,15 +153,15 @@ impl UnitWeights {
     /// Returns whether a tensor or a saved graph shares the buffer's memory.
     pub fn is_shared(&self) -> bool {
         match &self.place {
-            Place::Host(buffer) => buffer.is_shared(),
-            Place::Gpu { flat, .. } => is_shared(flat),
+            WeightsMemory::Host(buffer) => buffer.is_shared(),
+            WeightsMemory::Gpu { flat, .. } => is_shared(flat),
         }
     }
 
     fn view(&self, offset_elems: usize, shape: &[i64]) -> Result<Tensor, ComputeError> {
         Ok(match &self.place {
-            Place::Host(buffer) => buffer.view(offset_elems, shape)?,
-            Place::Gpu { flat, .. } => {
+            WeightsMemory::Host(buffer) => buffer.view(offset_elems, shape)?,
+            WeightsMemory::Gpu { flat, .. } => {
                 let elems = shape.iter().product();
                 flat.f_narrow(0, offset_elems as i64, elems)?
                     .f_view(shape)?

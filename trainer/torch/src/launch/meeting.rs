@@ -16,7 +16,7 @@ use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use training_ranks::{CollectiveError, Heartbeat, TOKEN_VARIABLE};
 
-use super::requests::Requests;
+use super::requests::LaunchRequests;
 use trainer::launch::{Meeting, NodeCount};
 
 /// Time that node 0 waits for further nodes once the least number is there.
@@ -33,7 +33,7 @@ const REFUSED: &str = "refused";
 
 /// Node that takes part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Member {
+pub(super) struct MeetingNode {
     /// Value of its `--node-rank`.
     pub(super) node: u32,
     /// Its host name.
@@ -44,7 +44,7 @@ pub(super) struct Member {
     options: String,
 }
 
-impl std::fmt::Display for Member {
+impl std::fmt::Display for MeetingNode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "node {} ({})", self.node, self.host)
     }
@@ -86,17 +86,17 @@ pub enum MeetingError {
 }
 
 /// Result of a meeting.
-pub(super) struct Agreed {
+pub(super) struct Agreement {
     /// Number of the start, from 0.
     pub(super) round: u32,
     /// Nodes in the order of their ranks.
-    pub(super) members: Vec<Member>,
+    pub(super) members: Vec<MeetingNode>,
     /// This node among `members`.
     pub(super) own: usize,
     pub(super) heartbeat: Heartbeat,
 }
 
-impl Agreed {
+impl Agreement {
     /// Number of this node's first rank.
     pub(super) fn first_rank(&self) -> u32 {
         self.members[..self.own]
@@ -151,9 +151,9 @@ impl Launchers {
         restarts_max: u32,
         round: u32,
         expected: BTreeSet<u32>,
-        requests: &mut Requests,
-    ) -> Result<Agreed, MeetingError> {
-        let own = Member {
+        requests: &mut LaunchRequests,
+    ) -> Result<Agreement, MeetingError> {
+        let own = MeetingNode {
             node: self.0.node,
             host: host_name(),
             ranks,
@@ -186,10 +186,10 @@ impl Launchers {
     fn meet_by(
         &self,
         deadline: Instant,
-        own: Member,
+        own: MeetingNode,
         mut round: u32,
         expected: &BTreeSet<u32>,
-    ) -> Result<Agreed, MeetingError> {
+    ) -> Result<Agreement, MeetingError> {
         let unanswered = |error: CollectiveError| match error {
             CollectiveError::Rendezvous { message, .. } if self.0.node > 0 => {
                 self.no_answer(&message)
@@ -232,7 +232,7 @@ impl Launchers {
         let own = own.expect("found above");
         let heartbeat_time = left(deadline).max(Duration::from_secs(10));
         let heartbeat = store.heartbeat(own as u32, members.len() as u32, round, heartbeat_time)?;
-        Ok(Agreed {
+        Ok(Agreement {
             round,
             members,
             own,
@@ -240,7 +240,12 @@ impl Launchers {
         })
     }
 
-    fn arrive(&self, store: &LauncherStore, own: &Member, round: u32) -> Result<(), MeetingError> {
+    fn arrive(
+        &self,
+        store: &LauncherStore,
+        own: &MeetingNode,
+        round: u32,
+    ) -> Result<(), MeetingError> {
         if !store.claim(&format!("taken/{round}/{}", own.node))? {
             return Err(MeetingError::Taken {
                 node: own.node,
@@ -255,7 +260,7 @@ impl Launchers {
     fn decide(
         &self,
         store: &LauncherStore,
-        own: &Member,
+        own: &MeetingNode,
         round: u32,
         expected: &BTreeSet<u32>,
         deadline: Instant,
@@ -276,7 +281,8 @@ impl Launchers {
                 let Some(text) = store.get(&format!("arrived/{round}/{node}"))? else {
                     continue;
                 };
-                let Some(member) = parsed::<Member>(&text).filter(|member| member.node == node)
+                let Some(member) =
+                    parsed::<MeetingNode>(&text).filter(|member| member.node == node)
                 else {
                     return refuse(format!(
                         "node {node} runs another version of this program: start the same one on all nodes"
@@ -295,7 +301,7 @@ impl Launchers {
             }
             let waited = enough_since.map(|since| since.elapsed());
             if is_decided(&arrived, expected, self.0.nodes, waited) {
-                let members: Vec<Member> = arrived.into_values().collect();
+                let members: Vec<MeetingNode> = arrived.into_values().collect();
                 let text = serde_json::to_string(&members).expect("members are JSON");
                 return Ok(store.set(&agreed_key(round), &text)?);
             }
@@ -347,7 +353,7 @@ impl Launchers {
 
 /// Whether the run starts with the nodes that have arrived. `waited` is the time since there are enough.
 fn is_decided(
-    arrived: &BTreeMap<u32, Member>,
+    arrived: &BTreeMap<u32, MeetingNode>,
     expected: &BTreeSet<u32>,
     nodes: NodeCount,
     waited: Option<Duration>,
@@ -362,7 +368,7 @@ fn agreed_key(round: u32) -> String {
     format!("agreed/{round}")
 }
 
-fn agreed(store: &LauncherStore, round: u32) -> Result<Option<Vec<Member>>, CollectiveError> {
+fn agreed(store: &LauncherStore, round: u32) -> Result<Option<Vec<MeetingNode>>, CollectiveError> {
     let text = store.get(&agreed_key(round))?;
     Ok(text.as_deref().and_then(parsed))
 }
@@ -400,8 +406,8 @@ mod tests {
     use super::*;
     use training_ranks::JobToken;
 
-    fn member(node: u32) -> Member {
-        Member {
+    fn member(node: u32) -> MeetingNode {
+        MeetingNode {
             node,
             host: format!("h{node}"),
             ranks: node + 1,
@@ -451,13 +457,13 @@ mod tests {
         ranks: u32,
         round: u32,
         expected: &[u32],
-    ) -> Result<Agreed, String> {
+    ) -> Result<Agreement, String> {
         let own = Meeting {
             node,
             ..meeting.clone()
         };
         let expected = expected.iter().copied().collect();
-        let mut requests = Requests::new().unwrap();
+        let mut requests = LaunchRequests::new().unwrap();
         Launchers(own)
             .meet(ranks, 1, round, expected, &mut requests)
             .map_err(|error| error.to_string())
@@ -467,7 +473,7 @@ mod tests {
     fn nodes_agree_on_their_numbers_and_meet_again_with_those_that_are_left() {
         let (meeting, _port) = meeting("1:3");
         let _store = Launchers(meeting.clone()).serve().unwrap();
-        let all = |round, nodes: &'static [u32]| -> Vec<Agreed> {
+        let all = |round, nodes: &'static [u32]| -> Vec<Agreement> {
             std::thread::scope(|scope| {
                 let come = |&node: &u32| {
                     let meeting = &meeting;
@@ -481,7 +487,7 @@ mod tests {
             })
         };
         let first = all(0, &[0, 1, 2]);
-        let numbers = |agreed: &[Agreed]| -> Vec<(u32, u32)> {
+        let numbers = |agreed: &[Agreement]| -> Vec<(u32, u32)> {
             agreed
                 .iter()
                 .map(|node| (node.first_rank(), node.ranks()))

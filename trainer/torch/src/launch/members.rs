@@ -11,7 +11,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::LaunchError;
 use super::failure::{Failure, How};
-use super::meeting::Agreed;
+use super::meeting::Agreement;
 use super::requests::line;
 
 /// Started rank, or remote shell in which a host's launcher runs.
@@ -210,7 +210,7 @@ impl Members {
         }
     }
 
-    pub(super) fn failure_of_node(&self, node: usize, how: How, nodes: &Agreed) -> Failure {
+    pub(super) fn failure_of_node(&self, node: usize, how: How, nodes: &Agreement) -> Failure {
         Failure {
             code: 1,
             node: Some(node),

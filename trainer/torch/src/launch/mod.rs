@@ -37,11 +37,11 @@ use training_ranks::{CollectiveError, DIR_VARIABLE, TOKEN_VARIABLE};
 
 pub use failure::Failure;
 pub use meeting::MeetingError;
-use meeting::{Agreed, Launchers};
+use meeting::{Agreement, Launchers};
 use members::Members;
 use outside::{ENDED_WELL, Outside};
 use remote::launch_hosts;
-use requests::Requests;
+use requests::LaunchRequests;
 use supervise::{Limits, supervise};
 
 /// torchrun's environment variable with the number of restarts so far.
@@ -101,7 +101,7 @@ struct Round {
     first_rank: u32,
     ranks: u32,
     variables: Vec<(&'static str, OsString)>,
-    nodes: Option<Agreed>,
+    nodes: Option<Agreement>,
     _dir: Option<OwnDir>,
 }
 
@@ -127,7 +127,7 @@ pub fn run(args: &LaunchArgs) -> anyhow::Result<u8> {
 /// # Errors
 /// Ranks cannot be started; nodes do not come; the first rank or node that failed, with its status.
 fn launch(mut options: Launch, args: &[OsString]) -> Result<u8, LaunchError> {
-    let mut requests = Requests::new()?;
+    let mut requests = LaunchRequests::new()?;
     if options.controlled {
         let token = requests.follow_input()?;
         if let Some(meeting) = &mut options.meeting {
@@ -188,7 +188,7 @@ fn meet(
     options: &Launch,
     number: u32,
     expected: BTreeSet<u32>,
-    requests: &mut Requests,
+    requests: &mut LaunchRequests,
 ) -> Result<Round, LaunchError> {
     let most = options.restarts_max;
     let agreed = meeting.meet(options.ranks, most, number, expected, requests)?;
@@ -239,7 +239,7 @@ fn run_round(
     options: &Launch,
     round: &Round,
     args: &[OsString],
-    requests: &mut Requests,
+    requests: &mut LaunchRequests,
 ) -> Result<u8, LaunchError> {
     let program = std::env::current_exe().map_err(|source| LaunchError::Own {
         what: "this program",

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use training_ranks::CollectiveError;
 
 use super::failure::{Failure, How};
-use super::meeting::Agreed;
+use super::meeting::Agreement;
 use super::members::Members;
-use super::requests::Requests;
+use super::requests::LaunchRequests;
 
 /// Interval between two looks at the other launchers.
 const LOOK: Duration = Duration::from_millis(10);
@@ -23,8 +23,8 @@ pub(super) const ENDED_WELL: &str = "its ranks ended well";
 
 /// Source of requests, and the other nodes, if there are any.
 pub(super) struct Outside<'a> {
-    pub(super) requests: &'a mut Requests,
-    pub(super) nodes: Option<&'a Agreed>,
+    pub(super) requests: &'a mut LaunchRequests,
+    pub(super) nodes: Option<&'a Agreement>,
     /// Start of the ranks.
     pub(super) since: Instant,
 }

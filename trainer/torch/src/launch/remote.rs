@@ -22,7 +22,7 @@ use training_ranks::JobToken;
 use super::LaunchError;
 use super::members::Members;
 use super::outside::Outside;
-use super::requests::Requests;
+use super::requests::LaunchRequests;
 use super::supervise::{Limits, supervise};
 use trainer::launch::Hosts;
 
@@ -39,7 +39,7 @@ const OUTPUT_END: Duration = Duration::from_secs(2);
 /// The remote shell cannot be started; the host that failed first.
 pub(super) fn launch_hosts(options: &Hosts, args: &[OsString]) -> Result<u8, LaunchError> {
     let failed = |what| move |source| LaunchError::Own { what, source };
-    let mut requests = Requests::new()?;
+    let mut requests = LaunchRequests::new()?;
     let token = match &options.token {
         Some(token) => token.clone(),
         None => JobToken::random().map_err(failed("random bytes for the job token"))?,

@@ -26,17 +26,17 @@ const SIGNALS: [(i32, Signal, &str); 4] = [
 const LINE_BYTES_MAX: u64 = 256;
 
 /// Requests that have not been handled.
-pub(super) struct Requests {
+pub(super) struct LaunchRequests {
     signals: Signals,
     lines: Option<Receiver<Signal>>,
 }
 
-impl Requests {
+impl LaunchRequests {
     /// Receives the signals from now on, except SIGHUP if the launcher was made to ignore it, as by nohup.
-    pub(super) fn new() -> Result<Requests, LaunchError> {
+    pub(super) fn new() -> Result<LaunchRequests, LaunchError> {
         let numbers = SIGNALS.map(|(number, ..)| number).into_iter();
         let numbers = numbers.filter(|&number| number != SIGHUP || !is_ignored(number));
-        Ok(Requests {
+        Ok(LaunchRequests {
             signals: Signals::new(numbers).map_err(LaunchError::Signals)?,
             lines: None,
         })

@@ -104,7 +104,7 @@ mod tests {
 
     use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
-    use super::super::requests::Requests;
+    use super::super::requests::LaunchRequests;
     use super::*;
 
     /// A generous limit between ranks that end well, because the machine may be busy.
@@ -125,7 +125,7 @@ mod tests {
         mut members: Members,
         scripts: &[&str],
     ) -> Result<u8, LaunchError> {
-        let mut requests = Requests::new().unwrap();
+        let mut requests = LaunchRequests::new().unwrap();
         for script in scripts {
             let mut command = Command::new("sh");
             command

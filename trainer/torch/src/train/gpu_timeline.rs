@@ -9,12 +9,12 @@ use super::TrainError;
 use training_state::trace::{Trace, Track};
 
 /// Work of one track whose times are not known yet.
-pub(super) struct Enqueued {
+pub(super) struct EnqueuedWork {
     track: Track,
     list: Vec<(String, Event, Event)>,
 }
 
-impl Enqueued {
+impl EnqueuedWork {
     pub(super) fn new(track: Track) -> Self {
         Self {
             track,

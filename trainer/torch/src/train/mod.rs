@@ -35,13 +35,13 @@ use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
 use stop::Stop;
-use training::{Ended, Training};
+use training::{StepsEnd, Training};
 use training_run::config::RunSettings;
 use training_run::data::{Corpus, Data, Frame};
 use training_run::evaluations::Evaluations;
 use training_run::export::{Export, OwnExport, SHARD_BYTES, copy_weights, export};
 use training_run::open::{
-    EachNode, Found, Prepared, Site, Start, check_drives, remember_drives, repair,
+    EachNode, ExistingRun, PreparedRun, Site, StartPoint, check_drives, remember_drives, repair,
 };
 use training_state::metrics::MetricsFile;
 use training_state::ranks::Ranks;
@@ -64,7 +64,7 @@ const DEATH_POLL: Duration = Duration::from_millis(20);
 /// are kept.
 pub fn train(
     settings: RunSettings,
-    start: &Start,
+    start: &StartPoint,
     trace: &Trace,
     verbose: bool,
 ) -> Result<u8, TrainError> {
@@ -88,7 +88,7 @@ pub fn train(
 /// Trains with the settings of this rank's node.
 fn as_rank(
     mut settings: RunSettings,
-    start: &Start,
+    start: &StartPoint,
     trace: &Trace,
     verbose: bool,
     stop: &Stop,
@@ -102,7 +102,7 @@ fn as_rank(
     ranks.together::<_, TrainError>("looking for the run's drives", || {
         Ok(check_drives(&settings)?)
     })?;
-    let is_fresh = *start == Start::Fresh;
+    let is_fresh = *start == StartPoint::Fresh;
     if !is_fresh {
         ranks.by_first_of_node::<_, TrainError>("looking for the run", || {
             Ok(repair(&settings, &mut |note| outln!("note: {note}"))?)
@@ -113,7 +113,7 @@ fn as_rank(
         false => None,
     };
     let found = ranks.by_first("looking for the run", || {
-        Found::in_dir(&whole_dir, is_fresh)
+        ExistingRun::in_dir(&whole_dir, is_fresh)
     })?;
     let site = Site {
         nodes: nodes_of(comm, &ranks, found.run())?,
@@ -124,7 +124,7 @@ fn as_rank(
         torch: torch_support,
     };
     let (start, note) = match start {
-        Start::Newest => site.newest(&settings)?,
+        StartPoint::Newest => site.newest(&settings)?,
         start => (start.clone(), None),
     };
     if let Some(note) = note {
@@ -177,7 +177,7 @@ fn attribute(comm: &Comm, error: TrainError) -> TrainError {
 
 fn run_to_its_end(
     settings: RunSettings,
-    start: &Start,
+    start: &StartPoint,
     trace: &Trace,
     verbose: bool,
     stop: &Stop,
@@ -250,14 +250,14 @@ fn run_to_its_end(
             let step = training.run.state.step;
             let exported = training.exported_checkpoint();
             training.end(ended)?;
-            let is_complete = ended == Ended::Stalled || step >= settings.train.steps;
+            let is_complete = ended == StepsEnd::Stalled || step >= settings.train.steps;
             if is_complete {
                 let on_nodes = ranks.nodes() > 1 && settings.placement.has_store();
                 ranks.by_first("exporting the weights", || {
                     export_result(&settings, (step, exported), on_nodes)
                 })?;
             }
-            Ok(if ended == Ended::Asked {
+            Ok(if ended == StepsEnd::Asked {
                 stop.status()
             } else {
                 0
@@ -274,10 +274,10 @@ fn run_to_its_end(
 /// Checks the run and reads its data.
 fn prepare(
     settings: &RunSettings,
-    start: &Start,
+    start: &StartPoint,
     comm: &Comm,
     site: &Site,
-) -> Result<(Option<Corpus>, Option<Data>, Prepared), TrainError> {
+) -> Result<(Option<Corpus>, Option<Data>, PreparedRun), TrainError> {
     let ranks = &site.ranks;
     let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
         // A run without steps exists to be exported or resumed from.
@@ -288,7 +288,7 @@ fn prepare(
                 &Frame::from_settings(settings),
             )?),
         };
-        let prepared = Prepared::new(settings.clone(), start, site.clone())?;
+        let prepared = PreparedRun::new(settings.clone(), start, site.clone())?;
         prepared.check_room()?;
         Ok((corpus, prepared))
     })?;
@@ -312,7 +312,7 @@ fn prepare(
 }
 
 /// Refuses a run that would find its weights' directory taken when it is complete.
-fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), TrainError> {
+fn refuse_existing_export(settings: &RunSettings, start: &StartPoint) -> Result<(), TrainError> {
     let Some(out) = &settings.train.export_to else {
         return Ok(());
     };
@@ -321,8 +321,8 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
         let past = Evaluations::from_steps_and_losses(&MetricsFile::evaluations(run_dir));
         past.has_stalled(train.early_stopping_patience)
     };
-    let was_complete =
-        *start == Start::GoOn && (MetricsFile::last_step(run_dir) >= train.steps || has_stalled());
+    let was_complete = *start == StartPoint::GoOn
+        && (MetricsFile::last_step(run_dir) >= train.steps || has_stalled());
     let is_own = OwnExport::read(run_dir).is_some_and(|own| own.is_at(out));
     if out.symlink_metadata().is_ok() && !was_complete && !is_own {
         return Err(TrainError::ExportExists { out: out.clone() });
@@ -377,7 +377,7 @@ fn export_result(
 /// Makes the engine, the storage of block inputs and the memory to compute in.
 fn take_memory(
     settings: &RunSettings,
-    prepared: &Prepared,
+    prepared: &PreparedRun,
     comm: &Arc<Comm>,
     gpus: Option<Arc<GpuComm>>,
     node: Option<NodeRanks>,

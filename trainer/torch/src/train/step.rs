@@ -15,8 +15,8 @@ use super::TrainError;
 use super::clock::Clock;
 use super::groups::{GroupSums, Groups, Sinks};
 use super::inputs::{BlockInputs, InputPlace};
-use super::mover::{self, Exchanged, Memory, Shards, Tiles, TilesIn};
-use super::step_order::{self, EMBEDDING, Planned, Turn};
+use super::mover::{self, ExchangedBytes, Memory, Shards, Tiles, TilesIn};
+use super::step_order::{self, EMBEDDING, PlannedTurn, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, LossHandle, Tokens};
 use training_run::computation::ActivationCheckpointing;
@@ -63,21 +63,21 @@ pub(super) struct Gradients {
     /// Seconds in which computing waited for weights and sums of other ranks.
     pub(super) exchange_s: f64,
     /// Bytes exchanged with the other ranks.
-    pub(super) exchanged: Exchanged,
+    pub(super) exchanged: ExchangedBytes,
     /// Highest number of bytes of unit gradients held whole at the same time.
     pub(super) held_bytes: u64,
 }
 
 /// Numbers of tokens that have a target: on this rank, and on all ranks.
 #[derive(Clone, Copy)]
-struct Counted {
+struct TokenCounts {
     own: f64,
     all: f64,
     /// Factor on the loss in backward.
     scale: f64,
 }
 
-impl Counted {
+impl TokenCounts {
     /// Returns the weight of a micro-batch in the step. Each token with a target weighs the same in whichever
     /// micro-batch or rank it is. If all tokens have targets, the weight is exactly one divided by the number
     /// of micro-batches.
@@ -87,12 +87,12 @@ impl Counted {
 }
 
 /// State of a forward or backward pass.
-struct Pass {
+struct PassState {
     batches: Vec<MicroBatch>,
     groups: Groups,
     /// The micro-batches that are processed now.
     group: Range<usize>,
-    counted: Counted,
+    counted: TokenCounts,
     /// Output of the newest unit for each micro-batch; in backward, the gradient of that unit's input.
     flow: Vec<Activation>,
     /// Inputs of the blocks whose backward has not run yet.
@@ -108,11 +108,11 @@ struct Pass {
     exchange: Clock,
 }
 
-impl Pass {
+impl PassState {
     fn new(
         batches: Vec<MicroBatch>,
         groups: Groups,
-        counted: Counted,
+        counted: TokenCounts,
         units: usize,
         gpu: Option<&Gpu>,
     ) -> Self {
@@ -227,8 +227,8 @@ impl Stepper {
         } else {
             own * self.shards.count() as f64
         };
-        let counted = Counted { own, all, scale };
-        let mut pass = Pass::new(batches, self.groups, counted, head + 1, self.gpu.as_ref());
+        let counted = TokenCounts { own, all, scale };
+        let mut pass = PassState::new(batches, self.groups, counted, head + 1, self.gpu.as_ref());
         self.inputs.begin(pass.group.len());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
@@ -323,13 +323,13 @@ impl Stepper {
         let head = self.engine.units().len() - 1;
         // All ranks evaluate the same batches.
         let own = counted(&batches);
-        let counted = Counted {
+        let counted = TokenCounts {
             own,
             all: own,
             scale: 1.0,
         };
         let groups = Groups::new(batches.len(), batches.len());
-        let mut pass = Pass::new(batches, groups, counted, head + 1, self.gpu.as_ref());
+        let mut pass = PassState::new(batches, groups, counted, head + 1, self.gpu.as_ref());
         tiles.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
         let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
@@ -349,9 +349,9 @@ impl Stepper {
     /// Runs one turn of a pass with the weights it needs.
     fn planned(
         &mut self,
-        planned: &Planned,
+        planned: &PlannedTurn,
         tiles: &mut Tiles,
-        pass: &mut Pass,
+        pass: &mut PassState,
         watch: &mut Watch,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -368,7 +368,7 @@ impl Stepper {
         &mut self,
         turn: Turn,
         tiles: &mut Tiles,
-        pass: &mut Pass,
+        pass: &mut PassState,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         let Self {
@@ -378,7 +378,7 @@ impl Stepper {
             ..
         } = self;
         let kept = pass.kept(sums);
-        let Pass {
+        let PassState {
             batches,
             group,
             flow,
@@ -537,7 +537,7 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
 fn head_turn(
     engine: &Engine,
     tiles: &Tiles,
-    pass: &mut Pass,
+    pass: &mut PassState,
     kept: Option<&GroupSums>,
 ) -> Result<(), TrainError> {
     let unit = engine.units().len() - 1;
@@ -582,9 +582,9 @@ fn counted(batches: &[MicroBatch]) -> f64 {
 }
 
 /// Mean loss over this rank's tokens that have a target; 0 if there are none.
-fn mean(pass: &Pass) -> Result<f64, ComputeError> {
+fn mean(pass: &PassState) -> Result<f64, ComputeError> {
     let own = pass.counted.own;
-    let counted = Counted {
+    let counted = TokenCounts {
         all: own,
         ..pass.counted
     };

@@ -121,10 +121,10 @@ impl fmt::Display for Turn {
 }
 
 /// The turns of a pass over all units, in order.
-pub(super) struct Pass(Vec<Planned>);
+pub(super) struct Pass(Vec<PlannedTurn>);
 
 /// A turn with the weights it needs.
-pub(super) struct Planned {
+pub(super) struct PlannedTurn {
     pub(super) turn: Turn,
     /// Units whose weights the turn computes with.
     pub(super) uses: Vec<usize>,
@@ -173,7 +173,7 @@ impl Pass {
                     later.find(|&&turn| turn.gathers(**unit) || turn.weights(head).contains(unit));
                 next.is_none_or(|next| next.gathers(**unit))
             };
-            Planned {
+            PlannedTurn {
                 turn,
                 gives_back: uses.iter().filter(last).copied().collect(),
                 uses,
@@ -182,7 +182,7 @@ impl Pass {
         Self(step_order.iter().enumerate().map(planned).collect())
     }
 
-    pub(super) fn step_order(&self) -> &[Planned] {
+    pub(super) fn step_order(&self) -> &[PlannedTurn] {
         &self.0
     }
 

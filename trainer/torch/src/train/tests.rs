@@ -173,7 +173,7 @@ fn weight(unit: usize, elem: usize, is_matrix: bool, is_norm: bool) -> f32 {
 }
 
 /// Results of several steps.
-struct Found {
+struct StepResults {
     /// Loss and gradient norm of each step.
     steps: Vec<[f64; 2]>,
     /// Loss of an evaluation after the steps.
@@ -182,7 +182,7 @@ struct Found {
     fingerprint: u64,
 }
 
-impl Found {
+impl StepResults {
     fn bits(&self) -> Vec<u64> {
         let numbers = self.steps.iter().flatten().chain(&self.evaluated);
         let bits = numbers.map(|number| number.to_bits());
@@ -245,7 +245,7 @@ fn steps(
     gpu: Option<&Gpu>,
     comm: Arc<Comm>,
     first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
-) -> Found {
+) -> StepResults {
     let world = *comm.world();
     let hardware = Hardware::new(settings, &Overrides::default(), without_torch);
     let mut plan = Plan::new(settings, hardware).unwrap();
@@ -335,7 +335,7 @@ fn steps(
         })
         .unwrap();
     backend.close().unwrap();
-    Found {
+    StepResults {
         steps,
         evaluated,
         fingerprint: fingerprint.finish(),

@@ -27,7 +27,7 @@ use training_state::learning_rate::learning_rate;
 use training_state::metrics::{MetricsFile, StepMetrics};
 use training_state::monitor::Monitors;
 use training_state::overflow::{Outcome, OverflowState};
-use training_state::plan::Measured;
+use training_state::plan::MeasuredRates;
 use training_state::ranks::Ranks;
 use training_state::trace::Trace;
 
@@ -38,7 +38,7 @@ pub(super) struct Training {
     data: Option<Data>,
     stepper: Stepper,
     /// Outputs of each step; only the first rank has them.
-    shown: Option<Shown>,
+    shown: Option<StepOutputs>,
     pub(super) run: OpenRun<WithSwapper, InGpu>,
     comm: Arc<Comm>,
     ranks: Ranks,
@@ -58,7 +58,7 @@ pub(super) struct Training {
 }
 
 /// What the ranks tell each other after a step.
-struct Requests {
+struct RankRequests {
     /// Any rank was asked to stop.
     stop: bool,
     /// The next step makes a checkpoint.
@@ -67,7 +67,7 @@ struct Requests {
 
 /// Reason why [`Training::run_steps`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(super) enum StepsEnd {
     /// The last step of this start is done.
     Done,
     /// The validation loss has not fallen for `train.early_stopping_patience` evaluations.
@@ -77,14 +77,14 @@ pub(super) enum Ended {
 }
 
 /// Outputs of each step: metrics, monitors and the terminal.
-struct Shown {
+struct StepOutputs {
     metrics: MetricsFile,
     monitors: Monitors,
     monitors_failed: bool,
     progress: Progress,
 }
 
-impl Shown {
+impl StepOutputs {
     /// Adds a step to the monitors. Logs a failure once; training does not depend on monitors.
     fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
         if let Err(error) = self.monitors.step(metrics, samples)
@@ -121,7 +121,7 @@ impl Training {
                 .telling(reports.wall_clock_breakdown)
                 .with_flops(flops(&settings, &run.plan));
             let monitors = Monitors::open(reports, state.next_sample)?;
-            Ok(Some(Shown {
+            Ok(Some(StepOutputs {
                 metrics,
                 monitors,
                 monitors_failed: false,
@@ -200,7 +200,7 @@ impl Training {
     }
 
     /// Steps to the end of this start, until any rank was asked to stop, or until the validation loss has stalled.
-    pub(super) fn run_steps(&mut self, stop: &Stop) -> Result<Ended, TrainError> {
+    pub(super) fn run_steps(&mut self, stop: &Stop) -> Result<StepsEnd, TrainError> {
         // An earlier start may have ended between a commit and its checkpoint. A run without a store that
         // began at another run's checkpoint has none of its own yet.
         let step = self.run.state.step;
@@ -221,13 +221,13 @@ impl Training {
         let mut asked = self.ranks.any(stop.asked())?;
         loop {
             if self.run.state.step >= stop_after {
-                return Ok(Ended::Done);
+                return Ok(StepsEnd::Done);
             }
             if self.evaluations.has_stalled(patience) {
-                return Ok(Ended::Stalled);
+                return Ok(StepsEnd::Stalled);
             }
             if asked {
-                return Ok(Ended::Asked);
+                return Ok(StepsEnd::Asked);
             }
             asked = self.step(stop)?;
         }
@@ -377,7 +377,7 @@ impl Training {
         metrics: &mut StepMetrics,
         io: &StepIo,
         stop: &Stop,
-    ) -> Result<Requests, TrainError> {
+    ) -> Result<RankRequests, TrainError> {
         let is_time = self.ranks.is_first() && self.checkpoint_time_comes(metrics.step_s);
         let is_asked = stop.take_checkpoint_request();
         // Nodes that make no checkpoints need to share no directory, so there may be no place for one.
@@ -410,7 +410,7 @@ impl Training {
             metrics.device_grad_read_bytes,
             metrics.device_grad_written_bytes,
         ] = moved.map(|bytes| bytes as u64);
-        Ok(Requests {
+        Ok(RankRequests {
             stop: asked > 0.0,
             checkpoint: checkpoint > 0.0,
         })
@@ -541,11 +541,11 @@ impl Training {
     }
 
     /// Measurements of this machine for the next plan.
-    fn measured(&self) -> Measured {
+    fn measured(&self) -> MeasuredRates {
         let rates = self.run.opened.rates();
         let plan = &self.run.plan;
         let operations = plan.operations.sum();
-        Measured {
+        MeasuredRates {
             read_bytes_per_s: rates.map(|(read, _)| read),
             write_bytes_per_s: rates.map(|(_, write)| write),
             tflops: self.compute_s.map(|s| operations / s / 1e12),
@@ -555,7 +555,7 @@ impl Training {
     }
 
     /// Ends the run at its last step or where it was asked to stop. An error says what was not kept.
-    pub(super) fn end(self, ended: Ended) -> Result<(), TrainError> {
+    pub(super) fn end(self, ended: StepsEnd) -> Result<(), TrainError> {
         if self.ranks.is_first_of_node()
             && let Err(error) = self.measured().write(self.run.dir.path())
         {
@@ -566,9 +566,9 @@ impl Training {
             shown.progress.end();
             let say = |line: &str| shown.progress.say(line);
             let why = match ended {
-                Ended::Asked => "stopped as asked",
-                Ended::Done => "done",
-                Ended::Stalled => "finished (early stopping)",
+                StepsEnd::Asked => "stopped as asked",
+                StepsEnd::Done => "done",
+                StepsEnd::Stalled => "finished (early stopping)",
             };
             let (step, steps) = (self.run.state.step, self.settings.train.steps);
             let is_kept = self.settings.placement.has_store() || self.checkpointer.has(step);
@@ -590,7 +590,7 @@ impl Training {
             };
             let metrics = MetricsFile::path(self.run.dir.path());
             let metrics = metrics.display();
-            let is_idle = step == self.first_step && ended == Ended::Done;
+            let is_idle = step == self.first_step && ended == StepsEnd::Done;
             match (is_idle, self.settings.placement.has_store()) {
                 (true, _) if step > steps => say(&format!(
                     "done: the run is at step {step}, beyond the {} that the settings ask for, so no step was made; {metrics}",
@@ -604,10 +604,10 @@ impl Training {
                     "{why}: at step {step} of {steps}, {kept}; {metrics}"
                 )),
             }
-            if ended == Ended::Asked && is_kept {
+            if ended == StepsEnd::Asked && is_kept {
                 say("next      the same command resumes the run at this step");
             }
-            if let (Ended::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
+            if let (StepsEnd::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
                 say(&format!(
                     "the validation loss was lowest at step {step} ({loss:.4}) and has not fallen for {} evaluations (train.early_stopping_patience)",
                     self.settings.train.early_stopping_patience
@@ -645,14 +645,14 @@ fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
 }
 
 /// Says on the first rank which part of a step begins.
-fn now(shown: &Option<Shown>, step: u64, part: &str) {
+fn now(shown: &Option<StepOutputs>, step: u64, part: &str) {
     if let Some(shown) = shown {
         shown.progress.now(step, part);
     }
 }
 
 /// Prints a line on the first rank.
-fn say(shown: &Option<Shown>, line: &str) {
+fn say(shown: &Option<StepOutputs>, line: &str) {
     if let Some(shown) = shown {
         shown.progress.say(line);
     }

@@ -4,14 +4,14 @@
 use kernels::gpu::{Gpu, GpuError, Stream};
 
 use super::TrainError;
-use super::gpu_timeline::Enqueued;
+use super::gpu_timeline::EnqueuedWork;
 use super::step_order::Turn;
 use training_state::trace::{Trace, Track};
 
 /// Records the turns of one pass.
 pub(super) struct Watch<'a> {
     trace: &'a Trace,
-    gpu: Option<(Stream, Enqueued)>,
+    gpu: Option<(Stream, EnqueuedWork)>,
 }
 
 impl<'a> Watch<'a> {
@@ -19,7 +19,7 @@ impl<'a> Watch<'a> {
     pub(super) fn new(trace: &'a Trace, gpu: Option<&Gpu>) -> Self {
         Self {
             trace,
-            gpu: gpu.map(|gpu| (gpu.default_stream(), Enqueued::new(Track::Compute))),
+            gpu: gpu.map(|gpu| (gpu.default_stream(), EnqueuedWork::new(Track::Compute))),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::harness::{Harness, Run, succeed};
 use crate::random::Random;
 
 /// A run that is not killed, with every step kept, and the comparison with runs that are.
-pub(crate) struct Killed {
+pub(crate) struct KilledRuns {
     pub(crate) harness: Harness,
     whole: Run,
     fingerprints: HashMap<u64, String>,
@@ -22,7 +22,7 @@ pub(crate) struct Killed {
 
 /// Newest state seen of one run.
 #[derive(Default)]
-pub(crate) struct Seen {
+pub(crate) struct NewestState {
     /// Whether anything was committed, even the initial weights.
     pub(crate) begun: bool,
     committed: u64,
@@ -30,7 +30,7 @@ pub(crate) struct Seen {
     told: u64,
 }
 
-impl Killed {
+impl KilledRuns {
     /// Makes the reference run with this number of ranks and steps.
     pub(crate) fn new(
         ranks: u32,
@@ -99,7 +99,7 @@ impl Killed {
     }
 
     /// Checks the state of `run` after a kill: it must not be older than the state in `seen`.
-    pub(crate) fn check_resumable(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+    pub(crate) fn check_resumable(&mut self, run: &Run, seen: &mut NewestState, after: &str) {
         seen.told = seen.told.max(run.steps_written());
         let Some(fingerprint) = run.fingerprint_if_any(None) else {
             // It had not been opened.
@@ -125,8 +125,8 @@ impl Killed {
         seen.committed = step;
     }
 
-    /// Like [`Killed::look`], for the newest checkpoint.
-    pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut Seen, after: &str) {
+    /// Like [`KilledRuns::check_resumable`], for the newest checkpoint.
+    pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut NewestState, after: &str) {
         let checkpoint = Checkpoints::in_run_dir(&run.dir).newest().unwrap();
         let saved = checkpoint.map_or(0, |checkpoint| {
             self.compare(
@@ -149,7 +149,7 @@ impl Killed {
     }
 
     /// Lets `run` finish; its end must equal that of the reference run.
-    pub(crate) fn end(&mut self, run: &Run, seen: &mut Seen) {
+    pub(crate) fn end(&mut self, run: &Run, seen: &mut NewestState) {
         succeed(self.command(run));
         self.check_resumable(run, seen, "the end");
         self.look_at_checkpoint(run, seen, "the end");

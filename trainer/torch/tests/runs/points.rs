@@ -17,7 +17,7 @@ use std::process::Command;
 use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, finish, spawn, succeed};
-use crate::killed::{Killed, Seen};
+use crate::killed::{KilledRuns, NewestState};
 use crate::random::Random;
 
 const STEPS: u64 = 40;
@@ -36,11 +36,11 @@ fn killed(mut command: Command, point: Point, number: u64) -> bool {
     !ended
 }
 
-impl Killed {
+impl KilledRuns {
     /// Kills once at each of `points`; each start resumes after the kill before.
     fn round(&mut self, number: u64, points: &[Point]) -> u64 {
         let mut run = self.run(number);
-        let mut seen = Seen::default();
+        let mut seen = NewestState::default();
         let mut kills = 0;
         for &point in points {
             let times = match point {
@@ -99,7 +99,7 @@ fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
             if wanted.is_none() {
                 points = points.into_iter().skip(first).step_by(2).collect();
             }
-            let mut killed = Killed::new(1, STEPS, commit_every, sets, seed);
+            let mut killed = KilledRuns::new(1, STEPS, commit_every, sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
             while kills < wanted.unwrap_or(1) {

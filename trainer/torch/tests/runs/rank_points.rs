@@ -19,7 +19,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, Run, children, finish, spawn, until};
-use crate::killed::{Killed, Seen};
+use crate::killed::{KilledRuns, NewestState};
 use crate::random::Random;
 use crate::ranks::{END_WAIT, rank_of};
 
@@ -117,9 +117,9 @@ fn processes_of(dir: &Path) -> Vec<Pid> {
 
 /// All processes started with this directory; killed on drop, even after a failed assertion. Otherwise a rank
 /// that waits at its point would wait for ever, with its launcher and its daemon.
-struct Started<'a>(&'a Path);
+struct StartedProcesses<'a>(&'a Path);
 
-impl Drop for Started<'_> {
+impl Drop for StartedProcesses<'_> {
     fn drop(&mut self) {
         for pid in processes_of(self.0) {
             // It may have ended in the meantime.
@@ -128,9 +128,9 @@ impl Drop for Started<'_> {
     }
 }
 
-impl Killed {
+impl KilledRuns {
     /// Makes one kill and checks everything afterwards.
-    fn beside(&mut self, run: &Run, situation: Situation, seen: &mut Seen) {
+    fn beside(&mut self, run: &Run, situation: Situation, seen: &mut NewestState) {
         let Situation {
             point,
             rank,
@@ -158,7 +158,7 @@ impl Killed {
                 format!("rank{rank}:{}@{number}", point.name()),
             )
             .env("OFFLOADD_KILL_HOLDS", &held);
-        let started = Started(&temporary);
+        let started = StartedProcesses(&temporary);
         let child = until(spawn(command), &after, || held.exists());
         let launcher = Pid::from_child(&child);
         let dead = match victim {
@@ -245,7 +245,7 @@ impl Killed {
     /// Runs one `early` situation, then `later` ones as long as the run has steps, then lets it finish.
     fn of_ranks(&mut self, number: u64, early: Situation, later: &[Situation]) -> u64 {
         let run = self.run(number);
-        let mut seen = Seen::default();
+        let mut seen = NewestState::default();
         self.beside(&run, early, &mut seen);
         for situation in later {
             let run = match situation.point {
@@ -264,7 +264,7 @@ impl Killed {
 fn ranks_killed_beside_each_other_end_together_and_resume_bit_for_bit() {
     let seed = Random::seed("situations and numbers of times that a point is passed before");
     let killed = |steps_count| {
-        let killed = Killed::new(RANKS, steps_count, 1, &[], seed);
+        let killed = KilledRuns::new(RANKS, steps_count, 1, &[], seed);
         std::fs::create_dir(killed.harness.path("tmp")).expect("a directory");
         killed
     };

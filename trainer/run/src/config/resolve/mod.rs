@@ -16,21 +16,21 @@ use training_settings::resolve::{optimizer as any_optimizer, reports, schedule};
 
 use super::settings::STEPS_UNKNOWN;
 use super::toml::{ConfigToml, TrainToml};
-use super::{Batch, LrSchedule, Reader, RunSettings, Said, SettingsError, WrittenFor};
+use super::{Batch, LrSchedule, Reader, Remarks, RunSettings, SettingsError, WrittenFor};
 
 /// Longest sequence; a larger value is taken for a typing error.
 const SEQ_LEN_MAX: u64 = 1 << 20;
 
 /// Settings before they were resolved, to resolve them again when the number of steps is known.
 #[derive(Clone, Debug)]
-pub(super) struct Unresolved {
+pub(super) struct UnresolvedSettings {
     pub(super) config: ConfigToml,
     name: String,
     written_for: WrittenFor,
-    said: Said,
+    said: Remarks,
 }
 
-impl Unresolved {
+impl UnresolvedSettings {
     /// Resolves the settings of a run of `steps` steps, whatever its length was.
     pub(super) fn with_steps(&self, steps: u64, ranks: u32) -> Result<RunSettings, SettingsError> {
         let mut config = self.config.clone();
@@ -51,10 +51,10 @@ pub(super) fn resolve(
     name: &str,
     ranks: Option<u32>,
     written_for: WrittenFor,
-    mut said: Said,
+    mut said: Remarks,
 ) -> Result<RunSettings, Vec<SettingsError>> {
     let faults = &mut Faults::default();
-    let unresolved = Box::new(Unresolved {
+    let unresolved = Box::new(UnresolvedSettings {
         config: config.clone(),
         name: name.to_owned(),
         written_for,
@@ -163,7 +163,7 @@ fn lr_schedule(
     lr: f64,
     steps: u64,
     written_for: WrittenFor,
-    said: &mut Said,
+    said: &mut Remarks,
 ) -> Result<LrSchedule, SettingsError> {
     if config.scheduler.kind.is_some() {
         return schedule::schedule(&config.scheduler, lr, Some(steps), &mut said.notes);

@@ -18,7 +18,7 @@ use training_state::run::{Difference, ModelFiles, differences, resolved};
 /// Size limit of a `config.json`, which usually has some kilobytes; a larger file is something else.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
 
-pub(super) struct Resolved {
+pub(super) struct ResolvedModel {
     pub(super) config: ModelConfig,
     /// Directory named by `model.path`.
     pub(super) dir: Option<PathBuf>,
@@ -32,7 +32,7 @@ pub(super) fn model(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
-) -> Result<Resolved, SettingsError> {
+) -> Result<ResolvedModel, SettingsError> {
     let resolved = match &given.from {
         None => described(given, seq_len, notes)?,
         Some(from) if from.join("run.json").exists() => of_run(from, given, seq_len, notes)?,
@@ -70,7 +70,7 @@ fn described(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
-) -> Result<Resolved, SettingsError> {
+) -> Result<ResolvedModel, SettingsError> {
     let mut inline = inline_keys(given);
     let mut stored = None;
     let (file, dir) = match &given.path {
@@ -108,7 +108,7 @@ fn described(
     } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
     notes.extend(more);
     let first_weights = first_weights(given, dir.as_deref(), notes)?;
-    Ok(Resolved {
+    Ok(ResolvedModel {
         config,
         dir,
         first_weights,
@@ -144,7 +144,7 @@ fn of_run(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
-) -> Result<Resolved, SettingsError> {
+) -> Result<ResolvedModel, SettingsError> {
     let wrong = |message: String| value("model.from", message);
     if given.init.as_deref().is_some_and(|init| init != "auto") {
         return Err(wrong(
@@ -160,7 +160,7 @@ fn of_run(
         let file = files.config();
         let stored = file.as_ref().and_then(named_dtype);
         let own = file.map(|file| HfModel::read(Some(file), Map::new()));
-        return Ok(Resolved {
+        return Ok(ResolvedModel {
             config,
             dir: files.dir().is_dir().then(|| files.dir().to_owned()),
             first_weights,
@@ -172,7 +172,7 @@ fn of_run(
     }
     let here = without_weights(given, seq_len, notes)?;
     match difference(&config, &here.config) {
-        None => Ok(Resolved {
+        None => Ok(ResolvedModel {
             first_weights,
             ..here
         }),
@@ -190,7 +190,7 @@ fn of_dir(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
-) -> Result<Resolved, SettingsError> {
+) -> Result<ResolvedModel, SettingsError> {
     let wrong = |message: String| value("model.from", message);
     let here = without_weights(given, seq_len, &mut Vec::new())?;
     let there = ModelToml {
@@ -226,7 +226,7 @@ fn without_weights(
     given: &ModelToml,
     seq_len: u64,
     notes: &mut Vec<String>,
-) -> Result<Resolved, SettingsError> {
+) -> Result<ResolvedModel, SettingsError> {
     let here = ModelToml {
         init: Some("random".into()),
         ..given.clone()
@@ -342,7 +342,7 @@ mod tests {
     const GPT2: &str =
         r#"{"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4}"#;
 
-    fn resolve(given: &ModelToml) -> Result<(Resolved, Vec<String>), String> {
+    fn resolve(given: &ModelToml) -> Result<(ResolvedModel, Vec<String>), String> {
         let mut notes = Vec::new();
         let found = model(given, 64, &mut notes).map_err(|error| error.to_string())?;
         Ok((found, notes))

@@ -3,7 +3,7 @@
 
 use super::model;
 use crate::config::toml::{ConfigToml, Switch};
-use crate::config::{FirstWeights, OverflowPolicy, Said, SettingsError};
+use crate::config::{FirstWeights, OverflowPolicy, Remarks, SettingsError};
 use crate::model::Dtype;
 use training_settings::resolve::precision::{is_on, scaling};
 
@@ -11,8 +11,8 @@ use training_settings::resolve::precision::{is_on, scaling};
 /// directory.
 pub(super) fn precision(
     config: &ConfigToml,
-    model: Option<&model::Resolved>,
-    said: &mut Said,
+    model: Option<&model::ResolvedModel>,
+    said: &mut Remarks,
 ) -> Result<(Dtype, OverflowPolicy), SettingsError> {
     let ConfigToml { bf16, fp16, .. } = config;
     let auto = |switch: Option<Switch>| matches!(switch, Some(Switch::Auto(_)));

@@ -23,8 +23,8 @@ mod write;
 
 pub(super) use format::Header;
 pub(super) use hold::{Claim, claim};
-pub(super) use stored::Stored;
-pub(super) use write::Writer;
+pub(super) use stored::TokenFile;
+pub(super) use write::TokenFileWriter;
 
 /// Bytes of elements covered by one checksum; the least that reading a window costs.
 const BLOCK_BYTES: usize = 64 << 10;

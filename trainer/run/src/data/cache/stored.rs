@@ -13,26 +13,26 @@ use super::format::{HEADER_BYTES, Header};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
 /// Complete token file, read in ranges. Every returned element has passed its checksum.
-pub(in crate::data) struct Stored {
+pub(in crate::data) struct TokenFile {
     file: File,
     path: PathBuf,
     header: Header,
     findings: Findings,
     /// Checksum of each block; takes a 16,384th of the elements' size.
     table: Vec<u32>,
-    /// The block that [`Stored::read`] has read last: short windows, and those of a small file, lie in it again.
-    last: Mutex<Block>,
+    /// The block that [`TokenFile::read`] has read last: short windows, and those of a small file, lie in it again.
+    last: Mutex<CheckedBlock>,
 }
 
 /// A block that has passed its checksum.
 #[derive(Default)]
-struct Block {
+struct CheckedBlock {
     /// `None` if the bytes are of no block.
     number: Option<u64>,
     bytes: Vec<u8>,
 }
 
-impl Stored {
+impl TokenFile {
     /// Opens the file at `path`; returns `None` if there is none.
     ///
     /// # Errors

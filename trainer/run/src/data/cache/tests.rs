@@ -20,7 +20,7 @@ fn the_stored_format_has_not_changed() {
         elem_bytes: elem_bytes(16384),
         ..Header::default()
     };
-    let mut writer = Writer::new(&file, &path, header).unwrap();
+    let mut writer = TokenFileWriter::new(&file, &path, header).unwrap();
     writer.document();
     writer.divided();
     writer.unanswered();
@@ -43,12 +43,21 @@ fn the_stored_format_has_not_changed() {
     let elements = [1, 0x40, 2, 0x80, 7, 0, 0xFF, 0x3F, 5, 0];
     assert_eq!(&bytes[4096..4106], elements);
     assert_eq!(&bytes[4106..], crc32c::crc32c(&elements).to_le_bytes());
-    let stored = Stored::open(&path, 0x1122_3344_5566_7788).unwrap().unwrap();
+    let stored = TokenFile::open(&path, 0x1122_3344_5566_7788)
+        .unwrap()
+        .unwrap();
     let mut found = Vec::new();
     stored.read(1, 3, &mut found).unwrap();
     assert_eq!(found, [2 | NOT_COUNTED, 7, 16383]);
-    assert!(Stored::open(&path, 1).is_err(), "a file with another key");
-    assert!(Stored::open(&dir.path().join("none"), 1).unwrap().is_none());
+    assert!(
+        TokenFile::open(&path, 1).is_err(),
+        "a file with another key"
+    );
+    assert!(
+        TokenFile::open(&dir.path().join("none"), 1)
+            .unwrap()
+            .is_none()
+    );
 }
 
 #[test]
@@ -74,14 +83,14 @@ fn ranges_over_blocks_give_what_was_written() {
             _ => 0,
         };
         let elements: Vec<u32> = (0..200_000u32).map(|i| (i % 120) | mask(i)).collect();
-        let mut writer = Writer::new(&file, &path, header).unwrap();
+        let mut writer = TokenFileWriter::new(&file, &path, header).unwrap();
         for part in elements[..150_000].chunks(777) {
             writer.train(part).unwrap();
         }
         writer.hold(&elements[150_000..]).unwrap();
         let header = writer.finish(10).unwrap();
         assert_eq!((header.train_elems, header.held_elems), (149_990, 50_010));
-        let stored = Stored::open(&path, 0).unwrap().unwrap();
+        let stored = TokenFile::open(&path, 0).unwrap().unwrap();
         let mut gone = 0;
         stored.verify(&mut |bytes| gone += bytes).unwrap();
         assert_eq!(gone, 200_000 * width as u64);

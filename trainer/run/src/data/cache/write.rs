@@ -16,7 +16,7 @@ use training_state::fingerprint::Fingerprint;
 
 /// Accepts training and validation elements in any order. Validation elements are kept in a separate
 /// temporary file until the end.
-pub(in crate::data) struct Writer<'a> {
+pub(in crate::data) struct TokenFileWriter<'a> {
     file: &'a File,
     path: &'a Path,
     header: Header,
@@ -29,7 +29,7 @@ pub(in crate::data) struct Writer<'a> {
     findings: Findings,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> TokenFileWriter<'a> {
     /// Starts writing into `file`, whose path is `path`.
     pub(in crate::data) fn new(
         file: &'a File,

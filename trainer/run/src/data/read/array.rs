@@ -8,15 +8,15 @@ use chat_template::Value;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 
 use super::open::open;
-use super::{Source, Taken, lines};
+use super::{RecordResult, SourceFile, lines};
 use crate::data::DataError;
 
 const BUFFER_BYTES: usize = 1 << 20;
 
 pub(super) fn documents(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (file, read_bytes) = open(source).map_err(&failed)?;
@@ -66,8 +66,8 @@ pub(super) fn documents(
 
 /// Takes each element of an array.
 struct Each<'a> {
-    source: &'a Source,
-    take: &'a mut dyn FnMut(Taken) -> Result<(), DataError>,
+    source: &'a SourceFile,
+    take: &'a mut dyn FnMut(RecordResult) -> Result<(), DataError>,
     number: u64,
     /// Bytes read since the last record.
     read_bytes: &'a Cell<u64>,

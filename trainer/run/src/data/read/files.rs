@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::ending::{ending, is_gzip};
 use super::open::open;
-use super::{Format, Source, first};
+use super::{Format, SourceFile, first};
 use crate::config::DataFile;
 use crate::data::DataError;
 
@@ -22,13 +22,13 @@ const GZIP_RATIO: u64 = 3;
 
 /// Files found.
 #[derive(Debug, Default)]
-pub(in crate::data) struct Found {
-    pub(in crate::data) sources: Vec<Source>,
+pub(in crate::data) struct FoundFiles {
+    pub(in crate::data) sources: Vec<SourceFile>,
     /// Number of files in directories that were skipped.
     pub(in crate::data) passed_over: usize,
 }
 
-impl Found {
+impl FoundFiles {
     /// Returns whether all files are single documents. The last tokens are then reserved for evaluation, since
     /// there may be only one file.
     pub(in crate::data) fn are_whole(&self) -> bool {
@@ -37,7 +37,10 @@ impl Found {
     }
 
     /// Files of entry number `entry`.
-    pub(in crate::data) fn sources_of_entry(&self, entry: usize) -> impl Iterator<Item = &Source> {
+    pub(in crate::data) fn sources_of_entry(
+        &self,
+        entry: usize,
+    ) -> impl Iterator<Item = &SourceFile> {
         let sources = self.sources.iter();
         sources.filter(move |source| source.entry == entry)
     }
@@ -58,8 +61,11 @@ impl Found {
 /// Finds the files of `entries` in the given order. A named file is taken according to its extension. A
 /// directory stands for all records and token id files below it, or, if it has none, for its text files; one
 /// saved by `datasets` for its training split. They are sorted by path; hidden files and directories, links, empty and binary files are skipped.
-pub(in crate::data) fn find(entries: &[DataFile], key: &'static str) -> Result<Found, DataError> {
-    let mut found = Found::default();
+pub(in crate::data) fn find(
+    entries: &[DataFile],
+    key: &'static str,
+) -> Result<FoundFiles, DataError> {
+    let mut found = FoundFiles::default();
     for (number, entry) in entries.iter().enumerate() {
         let before = found.sources.len();
         if entry.path.is_dir() {
@@ -85,7 +91,7 @@ pub(in crate::data) fn find(entries: &[DataFile], key: &'static str) -> Result<F
 }
 
 /// Examines a file that was named directly.
-fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
+fn file(path: &Path, key: &'static str) -> Result<SourceFile, DataError> {
     let metadata = metadata(path, key)?;
     // Reading a device or a pipe may never end, or never begin.
     if !metadata.is_file() {
@@ -115,7 +121,7 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
     })
 }
 
-fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataError> {
+fn dir(path: &Path, key: &'static str, found: &mut FoundFiles) -> Result<(), DataError> {
     if let Some(dict) = json(&path.join("dataset_dict.json"), key)? {
         return split(path, &dict, key, found);
     }
@@ -175,7 +181,7 @@ fn split(
     path: &Path,
     dict: &serde_json::Value,
     key: &'static str,
-    found: &mut Found,
+    found: &mut FoundFiles,
 ) -> Result<(), DataError> {
     let splits = dict["splits"].as_array().into_iter().flatten();
     let splits: Vec<&str> = splits.filter_map(serde_json::Value::as_str).collect();
@@ -235,8 +241,8 @@ fn split_of(path: &Path) -> Option<Split> {
     }
 }
 
-fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
-    Source {
+fn source(path: &Path, metadata: &std::fs::Metadata) -> SourceFile {
+    SourceFile {
         path: path.into(),
         format: match ending(path).as_str() {
             "jsonl" => Format::Lines,
@@ -267,7 +273,7 @@ fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataErr
 
 /// Returns whether a file is not empty, has no zero byte, and is UTF-8 in its first bytes. A character cut
 /// off at the end of these is accepted.
-fn is_text(source: &Source, key: &'static str) -> Result<bool, DataError> {
+fn is_text(source: &SourceFile, key: &'static str) -> Result<bool, DataError> {
     let mut probe = Vec::new();
     open(source)
         .and_then(|(file, _)| file.take(PROBE_BYTES).read_to_end(&mut probe))
@@ -351,7 +357,7 @@ mod tests {
         );
     }
 
-    fn names(found: &Found, dir: &Path) -> Vec<String> {
+    fn names(found: &FoundFiles, dir: &Path) -> Vec<String> {
         let paths = found.sources.iter().map(|source| &source.path);
         paths
             .map(|path| path.strip_prefix(dir).unwrap().display().to_string())

@@ -11,7 +11,7 @@ use std::io::{BufReader, Read};
 use super::ending::ending;
 use super::plain::PIECE_BYTES;
 use super::record::Document;
-use super::{Piece, Place, Source, Taken};
+use super::{DocumentPosition, Piece, RecordResult, SourceFile};
 use crate::data::DataError;
 
 /// Size limit of the header; that of a one-dimensional array has about a hundred bytes.
@@ -19,16 +19,16 @@ const HEADER_BYTES_MAX: usize = 64 << 10;
 
 /// Encoding of the numbers in a file.
 #[derive(Debug, PartialEq)]
-struct Layout {
+struct IdEncoding {
     start_bytes: u64,
     elem_bytes: usize,
     signed: bool,
 }
 
 pub(super) fn pieces(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let damaged = |message: String| DataError::Damaged {
@@ -36,7 +36,7 @@ pub(super) fn pieces(
         message,
     };
     let mut file = BufReader::new(File::open(&source.path).map_err(&failed)?);
-    let raw = |elem_bytes| Layout {
+    let raw = |elem_bytes| IdEncoding {
         start_bytes: 0,
         elem_bytes,
         signed: false,
@@ -67,7 +67,7 @@ pub(super) fn pieces(
         if bytes.is_empty() {
             return Ok(());
         }
-        let place = Place {
+        let place = DocumentPosition {
             path: source.path.clone(),
             number: None,
             what: "",
@@ -96,7 +96,7 @@ pub(super) fn pieces(
     }
 }
 
-impl Layout {
+impl IdEncoding {
     fn number(&self, elem: &[u8]) -> i64 {
         let negative = self.signed && elem[elem.len() - 1] & 0x80 != 0;
         let mut wide = [if negative { 0xFF } else { 0 }; 8];
@@ -115,7 +115,7 @@ enum HeaderError {
 
 /// Parses the header of NumPy's format, versions 1 to 3: magic, version, length of the rest, a Python
 /// dictionary as text.
-fn npy(file: &mut impl Read) -> Result<Layout, HeaderError> {
+fn npy(file: &mut impl Read) -> Result<IdEncoding, HeaderError> {
     let wrong = |message: String| HeaderError::Wrong(message);
     let mut read = |count: usize| {
         let mut bytes = vec![0; count];
@@ -170,7 +170,7 @@ fn npy(file: &mut impl Read) -> Result<Layout, HeaderError> {
             "its shape is {shape}: convert it to one dimension (array.reshape(-1))"
         )));
     }
-    Ok(Layout {
+    Ok(IdEncoding {
         start_bytes: (start_bytes + length) as u64,
         elem_bytes,
         signed,

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use chat_template::Value;
 
 use super::open::open;
-use super::{Source, Taken};
+use super::{RecordResult, SourceFile};
 use crate::data::DataError;
 
 /// Longest line; a longer one suggests a file without line ends.
@@ -13,9 +13,9 @@ const LINE_BYTES_MAX: u64 = 256 << 20;
 const BUFFER_BYTES: usize = 1 << 20;
 
 pub(super) fn documents(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (file, read_bytes) = open(source).map_err(&failed)?;

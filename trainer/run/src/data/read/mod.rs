@@ -24,9 +24,9 @@ use std::path::PathBuf;
 
 use chat_template::Value;
 
-pub(super) use files::{Found, find};
+pub(super) use files::{FoundFiles, find};
 pub(super) use plain::{PIECE_BYTES, cut, end_of};
-pub(super) use record::{Chat, Document, Kind};
+pub(super) use record::{Chat, Document, DocumentKind};
 
 use super::DataError;
 use crate::config::RecordFormat;
@@ -59,7 +59,7 @@ impl Format {
 
 /// A file to read.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub(super) struct SourceFile {
     pub(super) path: PathBuf,
     pub(super) format: Format,
     /// How its records are read; `None`: according to their fields.
@@ -73,10 +73,10 @@ pub(super) struct Source {
     pub(super) identity: (u64, u64),
 }
 
-impl Source {
+impl SourceFile {
     /// Returns the position of a line, row or record of this file.
-    fn place(&self, what: &'static str, number: Option<u64>) -> Place {
-        Place {
+    fn place(&self, what: &'static str, number: Option<u64>) -> DocumentPosition {
+        DocumentPosition {
             path: self.path.clone(),
             number,
             what,
@@ -90,7 +90,7 @@ impl Source {
     fn piece(
         &self,
         record: Result<Value, String>,
-        place: Place,
+        place: DocumentPosition,
         bytes: u64,
     ) -> Result<Piece, DataError> {
         let found = record.and_then(|record| Document::parse(&record, self.records));
@@ -109,14 +109,14 @@ impl Source {
 
 /// Position of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct DocumentPosition {
     pub path: PathBuf,
     /// Number of the line or row, from 1; `None` for the whole file.
     pub number: Option<u64>,
     pub(super) what: &'static str,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for DocumentPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.number {
             Some(number) => write!(f, "{}, {} {number}", self.path.display(), self.what),
@@ -133,7 +133,7 @@ pub(super) struct Piece {
     pub(super) after: Option<String>,
     /// Format of the record that the document was.
     pub(super) records: Option<RecordFormat>,
-    pub(super) place: Place,
+    pub(super) place: DocumentPosition,
     /// Bytes of the source consumed with this piece.
     pub(super) bytes: u64,
 }
@@ -145,18 +145,18 @@ pub(super) struct Reading<'r> {
     /// Whether text may have bytes that are not UTF-8.
     pub(super) any_bytes: bool,
     /// Takes each record that cannot be read, and why; an error ends reading.
-    pub(super) bad: &'r mut dyn FnMut(Place, String) -> Result<(), DataError>,
+    pub(super) bad: &'r mut dyn FnMut(DocumentPosition, String) -> Result<(), DataError>,
 }
 
 /// What a reader makes of a record: a document, or why it is none.
-type Taken = Result<Piece, DataError>;
+type RecordResult = Result<Piece, DataError>;
 
 /// Calls `take` for each document of `source`. `kind` is the kind of the first document; all others must have
 /// the same.
 pub(super) fn documents(
-    source: &Source,
+    source: &SourceFile,
     reading: Reading<'_>,
-    kind: &mut Option<Kind>,
+    kind: &mut Option<DocumentKind>,
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let Reading {
@@ -164,7 +164,7 @@ pub(super) fn documents(
         any_bytes,
         bad,
     } = reading;
-    let mut take = |taken: Taken| {
+    let mut take = |taken: RecordResult| {
         let piece = match taken {
             Ok(piece) => piece,
             Err(DataError::Record { place, message }) => return bad(place, message),
@@ -192,18 +192,18 @@ pub(super) fn documents(
 
 /// Description of a document.
 #[derive(Clone, Copy)]
-pub(super) struct First {
-    pub(super) kind: Kind,
+pub(super) struct DocumentForm {
+    pub(super) kind: DocumentKind,
     pub(super) records: Option<RecordFormat>,
 }
 
 /// Describes the first document found. Bad records before it are passed over if `skips`.
 pub(super) fn first<'s>(
-    sources: impl IntoIterator<Item = &'s Source>,
+    sources: impl IntoIterator<Item = &'s SourceFile>,
     key: &'static str,
     any_bytes: bool,
     skips: bool,
-) -> Result<Option<First>, DataError> {
+) -> Result<Option<DocumentForm>, DataError> {
     let mut first_bad = None;
     for source in sources {
         let mut found = None;
@@ -224,7 +224,7 @@ pub(super) fn first<'s>(
             bad: &mut bad,
         };
         let ended = documents(source, reading, &mut kind, &mut |piece| {
-            found = Some(First {
+            found = Some(DocumentForm {
                 kind: piece.document.kind(),
                 records: piece.records,
             });

@@ -7,17 +7,17 @@ use std::rc::Rc;
 
 use flate2::read::MultiGzDecoder;
 
-use super::Source;
+use super::SourceFile;
 use super::ending::is_gzip;
 
 /// The text of a file, and the bytes read from the file so far, which are fewer than those of the text if it is
 /// compressed.
-type Opened = (Box<dyn Read>, Rc<Cell<u64>>);
+type OpenText = (Box<dyn Read>, Rc<Cell<u64>>);
 
 /// Opens the file of `source` for reading its text.
-pub(super) fn open(source: &Source) -> io::Result<Opened> {
+pub(super) fn open(source: &SourceFile) -> io::Result<OpenText> {
     let bytes = Rc::new(Cell::new(0));
-    let file = Counted {
+    let file = CountingReader {
         file: File::open(&source.path)?,
         bytes: bytes.clone(),
     };
@@ -28,12 +28,12 @@ pub(super) fn open(source: &Source) -> io::Result<Opened> {
     Ok((reader, bytes))
 }
 
-struct Counted {
+struct CountingReader {
     file: File,
     bytes: Rc<Cell<u64>>,
 }
 
-impl Read for Counted {
+impl Read for CountingReader {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(to)?;
         self.bytes.set(self.bytes.get() + read as u64);

@@ -5,7 +5,7 @@ use std::io::Read;
 
 use super::open::open;
 use super::record::Document;
-use super::{Piece, Place, Source, Taken};
+use super::{DocumentPosition, Piece, RecordResult, SourceFile};
 use crate::data::DataError;
 
 /// Size of a piece. Tokenizing takes some hundred bytes for each byte of a piece, on several threads at once.
@@ -15,10 +15,10 @@ pub(in crate::data) const PIECE_BYTES: usize = 256 << 10;
 const END_BYTES: usize = 64;
 
 pub(super) fn pieces(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
     any_bytes: bool,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (mut file, read_bytes) = open(source).map_err(&failed)?;
@@ -42,7 +42,7 @@ pub(super) fn pieces(
             return Ok(());
         }
         let bytes = piece.len() as u64;
-        let place = Place {
+        let place = DocumentPosition {
             path: source.path.clone(),
             number: None,
             what: "",
@@ -142,7 +142,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");
         std::fs::write(&path, content).unwrap();
-        let source = Source {
+        let source = SourceFile {
             path,
             format: Format::Plain,
             records: None,

@@ -43,14 +43,14 @@ pub(in crate::data) struct Chat {
 
 /// Kinds of documents that cannot be mixed. A text file counts as a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::data) enum Kind {
+pub(in crate::data) enum DocumentKind {
     Text,
     Completion,
     Chat,
     Ids,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for DocumentKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Text => "a text",
@@ -196,12 +196,12 @@ fn message(role: &str, content: &str) -> Value {
 }
 
 impl Document {
-    pub(in crate::data) fn kind(&self) -> Kind {
+    pub(in crate::data) fn kind(&self) -> DocumentKind {
         match self {
-            Self::Bytes(_) | Self::Text(_) => Kind::Text,
-            Self::Completion { .. } => Kind::Completion,
-            Self::Chat(_) => Kind::Chat,
-            Self::Ids { .. } => Kind::Ids,
+            Self::Bytes(_) | Self::Text(_) => DocumentKind::Text,
+            Self::Completion { .. } => DocumentKind::Completion,
+            Self::Chat(_) => DocumentKind::Chat,
+            Self::Ids { .. } => DocumentKind::Ids,
         }
     }
 
@@ -648,13 +648,13 @@ mod tests {
     #[test]
     fn fields_determine_the_kind_of_a_record() {
         let kind = |json| parse(json).map(|document| document.kind());
-        assert_eq!(kind(r#"{"text": "a", "id": 3}"#), Ok(Kind::Text));
+        assert_eq!(kind(r#"{"text": "a", "id": 3}"#), Ok(DocumentKind::Text));
         assert_eq!(
             kind(r#"{"prompt": "a", "completion": "b", "text": "c"}"#),
-            Ok(Kind::Completion)
+            Ok(DocumentKind::Completion)
         );
         let chat = r#"{"messages": [{"role": "user", "content": "a"}], "tools": null}"#;
-        assert_eq!(kind(chat), Ok(Kind::Chat));
+        assert_eq!(kind(chat), Ok(DocumentKind::Chat));
         assert!(matches!(
             parse(chat),
             Ok(Document::Chat(Chat { tools: None, .. }))

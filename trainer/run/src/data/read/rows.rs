@@ -18,7 +18,7 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 use super::record::{COLUMNS, no_columns};
-use super::{Source, Taken};
+use super::{RecordResult, SourceFile};
 use crate::data::DataError;
 
 /// Rows of a parquet file that are decoded at a time.
@@ -31,9 +31,9 @@ type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>>>;
 
 /// Calls `take` for each row of a parquet file.
 pub(super) fn parquet(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let file = File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
     let opened = held(|| ParquetRecordBatchReaderBuilder::try_new(file));
@@ -51,9 +51,9 @@ pub(super) fn parquet(
 
 /// Calls `take` for each row of an Arrow file.
 pub(super) fn arrow(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let mut file = BufReader::new(File::open(&source.path).map_err(&failed)?);
@@ -75,7 +75,7 @@ pub(super) fn arrow(
     rows(source, None, Box::new(projected), take)
 }
 
-fn damaged(source: &Source, message: &str) -> DataError {
+fn damaged(source: &SourceFile, message: &str) -> DataError {
     DataError::Damaged {
         path: source.path.clone(),
         message: format!("{message}: create or download the file again"),
@@ -83,7 +83,7 @@ fn damaged(source: &Source, message: &str) -> DataError {
 }
 
 /// Returns the numbers of the known columns; there is at least one.
-fn columns(source: &Source, schema: &Schema) -> Result<Vec<usize>, DataError> {
+fn columns(source: &SourceFile, schema: &Schema) -> Result<Vec<usize>, DataError> {
     let names = || schema.fields().iter().map(|field| field.name().as_str());
     let known = names()
         .enumerate()
@@ -100,10 +100,10 @@ fn columns(source: &Source, schema: &Schema) -> Result<Vec<usize>, DataError> {
 
 /// Calls `take` for each row of `batches`, `count` in all if that is known.
 fn rows(
-    source: &Source,
+    source: &SourceFile,
     count: Option<u64>,
     mut batches: Batches,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let (mut number, mut gone_bytes) = (0, 0);
     loop {

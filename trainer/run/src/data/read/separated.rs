@@ -5,7 +5,7 @@ use chat_template::Value;
 use super::ending::ending;
 use super::open::open;
 use super::record::{COLUMNS, no_columns};
-use super::{Source, Taken};
+use super::{RecordResult, SourceFile};
 use crate::data::DataError;
 
 /// Columns whose text is JSON.
@@ -19,9 +19,9 @@ const LISTS: [&str; 6] = [
 ];
 
 pub(super) fn documents(
-    source: &Source,
+    source: &SourceFile,
     key: &'static str,
-    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
+    take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let place = |number: Option<u64>| source.place("line", number);

@@ -22,7 +22,7 @@ use std::ops::Range;
 use chat_template::{Map, RenderedText, Value};
 
 use super::special::Special;
-use crate::data::findings::{Finding, Kind};
+use crate::data::findings::{Finding, FindingKind};
 use crate::data::read::Chat as Conversation;
 
 /// A chat template.
@@ -37,7 +37,7 @@ pub(super) struct Template {
 
 /// Conversation as text.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Chat {
+pub(super) struct ChatText {
     pub(super) text: String,
     /// Bytes that count in the loss; `None`: all.
     pub(super) counted: Option<Vec<Range<usize>>>,
@@ -73,8 +73,12 @@ impl Template {
     }
 
     /// Formats the whole conversation; all of it counts.
-    pub(super) fn text(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
-        Ok(Chat {
+    pub(super) fn text(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+    ) -> Result<ChatText, String> {
+        Ok(ChatText {
             text: self.render(messages, tools, false)?,
             counted: None,
         })
@@ -82,14 +86,17 @@ impl Template {
 
     /// Formats the conversation; only the assistant's part counts. Returns the whole conversation last, and before it the
     /// conversation up to each turn that the template changes once others follow.
-    pub(super) fn texts_counted(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
+    pub(super) fn texts_counted(
+        &self,
+        conversation: &Conversation,
+    ) -> Result<Vec<ChatText>, String> {
         match self.for_tools(conversation.tools.as_ref()).has_generation() {
             true => Ok(vec![self.by_marks(conversation)?]),
             false => self.by_turns(conversation),
         }
     }
 
-    fn by_marks(&self, conversation: &Conversation) -> Result<Chat, String> {
+    fn by_marks(&self, conversation: &Conversation) -> Result<ChatText, String> {
         let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
         let RenderedText {
             text,
@@ -111,13 +118,13 @@ impl Template {
             let mut counts = counts.into_iter();
             counted.retain(|_| counts.next().unwrap_or(true));
         }
-        Ok(Chat {
+        Ok(ChatText {
             text,
             counted: Some(counted),
         })
     }
 
-    fn by_turns(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
+    fn by_turns(&self, conversation: &Conversation) -> Result<Vec<ChatText>, String> {
         let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
         let counts = |turn: &usize| conversation.counts[*turn] && is_assistant(&messages[*turn]);
         let mut turns: Vec<usize> = (0..messages.len()).filter(counts).collect();
@@ -142,7 +149,7 @@ impl Template {
             let last = changed.last().copied();
             // Without a turn that counts, the text would teach nothing that the others do not.
             if !counted.is_empty() || last.is_none() {
-                chats.push(Chat {
+                chats.push(ChatText {
                     text,
                     counted: Some(counted),
                 });
@@ -224,7 +231,7 @@ impl Template {
 
     /// Finds what a person should know: answers whose end does not count, roles that do not count, and parts of the
     /// conversation that the template does not print.
-    pub(super) fn examine(&self, conversation: &Conversation, chats: &[Chat]) -> Vec<Finding> {
+    pub(super) fn examine(&self, conversation: &Conversation, chats: &[ChatText]) -> Vec<Finding> {
         // What a template makes of calls ends in a form of its own, so an answer in words tells.
         let leaves_calls_open = LazyCell::new(|| self.leaves_answers_open(conversation, chats));
         let mut found: Vec<Finding> = chats
@@ -236,7 +243,7 @@ impl Template {
                     false => said.trim_end().ends_with(words),
                     true => is_filled(message.get("tool_calls")) && *leaves_calls_open,
                 };
-                Finding::new(Kind::Answers, is_open, excerpt(words))
+                Finding::new(FindingKind::Answers, is_open, excerpt(words))
             })
             .collect();
         if chats.iter().any(|chat| chat.counted.is_some()) {
@@ -245,14 +252,15 @@ impl Template {
                 .iter()
                 .map(|message| words(message, "role"));
             let unknown = roles.filter(|role| !ROLES.contains(role));
-            let finding = |role: &str| Finding::new(Kind::Role(role.into()), true, String::new());
+            let finding =
+                |role: &str| Finding::new(FindingKind::Role(role.into()), true, String::new());
             found.extend(unknown.map(finding));
         }
         for message in &conversation.messages {
             let why = words(message, "reasoning_content");
             if !why.is_empty() {
                 let is_lost = !chats.iter().any(|chat| chat.text.contains(why));
-                found.push(Finding::new(Kind::Reasoning, is_lost, excerpt(why)));
+                found.push(Finding::new(FindingKind::Reasoning, is_lost, excerpt(why)));
             }
         }
         self.examine_tools(conversation, &mut found);
@@ -260,7 +268,7 @@ impl Template {
     }
 
     /// Whether the end of an answer in words would not count, in a conversation formatted as `chats`.
-    fn leaves_answers_open(&self, conversation: &Conversation, chats: &[Chat]) -> bool {
+    fn leaves_answers_open(&self, conversation: &Conversation, chats: &[ChatText]) -> bool {
         const ANSWER: &str = "so";
         let message = |role: &str, content: &str| {
             Value::from_pairs([("role", role.into()), ("content", content.into())])
@@ -295,14 +303,14 @@ impl Template {
         let is_same = |other: Option<String>| other.is_some() && other == whole;
         if is_filled(tools) {
             let is_lost = is_same(text(messages, None));
-            found.push(Finding::new(Kind::Tools, is_lost, String::new()));
+            found.push(Finding::new(FindingKind::Tools, is_lost, String::new()));
         }
         if has_calls {
             let silent = messages
                 .iter()
                 .map(|message| without(message, "tool_calls"));
             let is_lost = is_same(text(&silent.collect::<Vec<_>>(), tools));
-            found.push(Finding::new(Kind::Calls, is_lost, String::new()));
+            found.push(Finding::new(FindingKind::Calls, is_lost, String::new()));
         }
     }
 
@@ -343,7 +351,7 @@ fn is_filled(value: Option<&Value>) -> bool {
 }
 
 /// Returns the answers of which the end should count, as they count, with their messages.
-fn answers<'c>(conversation: &'c Conversation, chat: &'c Chat) -> Vec<(&'c str, &'c Value)> {
+fn answers<'c>(conversation: &'c Conversation, chat: &'c ChatText) -> Vec<(&'c str, &'c Value)> {
     let Some(counted) = &chat.counted else {
         // The next message shows the end of all but the last one.
         let last = conversation.messages.last();
@@ -470,13 +478,13 @@ mod tests {
         );
     }
 
-    fn only(template: Template, conversation: &Conversation) -> Chat {
+    fn only(template: Template, conversation: &Conversation) -> ChatText {
         let mut chats = template.texts_counted(conversation).unwrap();
         assert_eq!(chats.len(), 1, "{chats:?}");
         chats.remove(0)
     }
 
-    fn said(chat: &Chat) -> Vec<&str> {
+    fn said(chat: &ChatText) -> Vec<&str> {
         let ranges = chat.counted.as_ref().unwrap().iter();
         ranges.map(|range| &chat.text[range.clone()]).collect()
     }

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use super::chat::{Chat, Template};
+use super::chat::{ChatText, Template};
 use super::special::{Special, read_bounded};
 use super::templates;
-use super::{BEGINS, Encoded, Encoding, NOT_COUNTED};
+use super::{BEGINS, EncodedDocuments, Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
@@ -177,7 +177,7 @@ impl HuggingFace {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Encoded, String> {
+    ) -> Result<EncodedDocuments, String> {
         match document {
             Document::Bytes(_) => {
                 unreachable!("text files are read as text if there is a tokenizer")
@@ -215,8 +215,8 @@ impl HuggingFace {
                     LossOn::All => vec![template.text(&chat.messages, chat.tools.as_ref())?],
                     LossOn::Completions => template.texts_counted(chat)?,
                 };
-                let ids = |chat: &Chat| self.ids_counted(&chat.text, chat.counted.as_deref());
-                Ok(Encoded {
+                let ids = |chat: &ChatText| self.ids_counted(&chat.text, chat.counted.as_deref());
+                Ok(EncodedDocuments {
                     documents: chats.iter().map(ids).collect::<Result<_, _>>()?,
                     findings: template.examine(chat, &chats),
                 })

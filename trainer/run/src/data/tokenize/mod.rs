@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use super::DataError;
 use super::findings::Finding;
-use super::read::{Document, Kind};
+use super::read::{Document, DocumentKind};
 use crate::config::LossOn;
 use crate::model::BYTE_VOCAB_SIZE;
 use hugging_face::HuggingFace;
@@ -45,7 +45,7 @@ pub(super) enum Tokenizer {
 const BYTE_VOCAB_SIZE_MAX: u64 = 2 * BYTE_VOCAB_SIZE;
 
 /// Settings that determine a run's tokenizer.
-pub(super) struct Wanted<'a> {
+pub(super) struct TokenizerSettings<'a> {
     /// `data.tokenizer`: a directory, a file or "bytes"; `None` for the tokenizer in the model's directory.
     pub(super) tokenizer: Option<&'a Path>,
     /// `data.chat_template`.
@@ -58,7 +58,7 @@ pub(super) struct Wanted<'a> {
     pub(super) ids: bool,
 }
 
-impl Wanted<'_> {
+impl TokenizerSettings<'_> {
     /// Returns the tokenizer's file and the setting that names it; `None` for bytes.
     fn file(&self) -> Result<Option<(PathBuf, &'static str)>, DataError> {
         if let Some(path) = self.tokenizer {
@@ -102,13 +102,13 @@ pub(super) struct Encoding {
 }
 
 /// Tokens of a document or a piece of one.
-pub(super) struct Encoded {
+pub(super) struct EncodedDocuments {
     /// One element for each document that it becomes.
     pub(super) documents: Vec<Vec<u32>>,
     pub(super) findings: Vec<Finding>,
 }
 
-impl From<Vec<u32>> for Encoded {
+impl From<Vec<u32>> for EncodedDocuments {
     fn from(document: Vec<u32>) -> Self {
         Self {
             documents: vec![document],
@@ -122,7 +122,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// The named tokenizer is missing or damaged, or belongs to another model.
-    pub(super) fn open(wanted: &Wanted<'_>) -> Result<Self, DataError> {
+    pub(super) fn open(wanted: &TokenizerSettings<'_>) -> Result<Self, DataError> {
         let file = match wanted.file() {
             Err(_) if wanted.ids && wanted.tokenizer.is_none() => None,
             file => file?,
@@ -206,19 +206,19 @@ impl Tokenizer {
     }
 
     /// Refuses documents of `kind` that this tokenizer cannot handle.
-    pub(super) fn check(&self, kind: Kind, encoding: Encoding) -> Result<(), DataError> {
-        if kind == Kind::Text && encoding.loss_on == LossOn::Completions {
+    pub(super) fn check(&self, kind: DocumentKind, encoding: Encoding) -> Result<(), DataError> {
+        if kind == DocumentKind::Text && encoding.loss_on == LossOn::Completions {
             return Err(DataError::Setting {
                 key: "data.loss_on",
                 message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, but this is text".into(),
             });
         }
         match self {
-            Self::Bytes if kind == Kind::Chat => Err(DataError::Setting {
+            Self::Bytes if kind == DocumentKind::Chat => Err(DataError::Setting {
                 key: "data.tokenizer",
                 message: "conversations need a tokenizer with a chat template: set data.tokenizer to a directory with tokenizer.json".into(),
             }),
-            Self::HuggingFace(found) if kind == Kind::Chat => found.check_chat(),
+            Self::HuggingFace(found) if kind == DocumentKind::Chat => found.check_chat(),
             _ => Ok(()),
         }
     }
@@ -234,10 +234,10 @@ impl Tokenizer {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Encoded, String> {
+    ) -> Result<EncodedDocuments, String> {
         match (document, self) {
             (Document::Ids { ids, counts }, _) => {
-                given(ids, counts.as_deref(), encoding).map(Encoded::from)
+                given(ids, counts.as_deref(), encoding).map(EncodedDocuments::from)
             }
             (_, Self::Bytes) => Ok(bytes(document, encoding).into()),
             (_, Self::HuggingFace(found)) => found.encode(document, after, ends, encoding),

@@ -19,7 +19,7 @@ fn expected() -> Value {
 }
 
 fn open(dir: &Path, template: Option<&Path>, vocab_size: u64) -> Result<Tokenizer, DataError> {
-    Tokenizer::open(&Wanted {
+    Tokenizer::open(&TokenizerSettings {
         tokenizer: None,
         template,
         model_dir: Some(dir),
@@ -52,7 +52,7 @@ fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
 }
 
 /// Returns the only document that an encoding made.
-fn only(found: Result<Encoded, String>) -> Vec<u32> {
+fn only(found: Result<EncodedDocuments, String>) -> Vec<u32> {
     let mut found = found.unwrap().documents;
     assert_eq!(found.len(), 1);
     found.remove(0)
@@ -94,7 +94,7 @@ fn chats_have_the_tokens_of_transformers() {
     let expected = expected();
     for name in ["qwen", "llama"] {
         let tokenizer = open(&fixtures().join(name), None, 512).unwrap();
-        tokenizer.check(Kind::Chat, COMPLETIONS).unwrap();
+        tokenizer.check(DocumentKind::Chat, COMPLETIONS).unwrap();
         for chat in expected[name]["chats"].as_array().unwrap() {
             let document = conversation(chat);
             let all = only(tokenizer.encode(&document, None, true, ALL));
@@ -403,9 +403,16 @@ fn the_end_of_document_token_is_found_where_models_name_it() {
 #[test]
 fn conversations_need_a_template() {
     let tokenizer = open(&fixtures().join("gpt2"), None, 512).unwrap();
-    let error = tokenizer.check(Kind::Chat, ALL).unwrap_err().to_string();
+    let error = tokenizer
+        .check(DocumentKind::Chat, ALL)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("need a chat template"), "{error}");
-    assert!(tokenizer.check(Kind::Completion, COMPLETIONS).is_ok());
+    assert!(
+        tokenizer
+            .check(DocumentKind::Completion, COMPLETIONS)
+            .is_ok()
+    );
 }
 
 /// One template with all features of published ones: namespaces, macros, slices, Python string methods,

@@ -17,7 +17,7 @@ mod write;
 
 use serde_json::{Map, Value, json};
 
-use self::table::Table;
+use self::table::ConfigTable;
 pub use self::write::config_json;
 use super::architecture::ENCODERS;
 use super::{Architecture, Biases, ConfigError, Dropout, Mlp, ModelConfig, Window};
@@ -78,7 +78,7 @@ impl HfModel {
                 ));
             }
         }
-        let table = Table::new(architecture, values, from_file);
+        let table = ConfigTable::new(architecture, values, from_file);
         let dropout = dropout(&table)?;
         let config = config(architecture, &table)?;
         dropout.validate()?;
@@ -208,7 +208,7 @@ fn check_keys(
     Ok(())
 }
 
-fn dropout(table: &Table) -> Result<Dropout, ConfigError> {
+fn dropout(table: &ConfigTable) -> Result<Dropout, ConfigError> {
     let share = |key| {
         Ok(if table.from_file || table.has(key) {
             table.optional_number(key)?.unwrap_or(0.0)
@@ -223,7 +223,7 @@ fn dropout(table: &Table) -> Result<Dropout, ConfigError> {
     })
 }
 
-fn config(architecture: Architecture, table: &Table) -> Result<ModelConfig, ConfigError> {
+fn config(architecture: Architecture, table: &ConfigTable) -> Result<ModelConfig, ConfigError> {
     let form = architecture.form();
     let (hidden_size, heads) = (
         table.size("hidden_size")?,
@@ -265,7 +265,10 @@ fn config(architecture: Architecture, table: &Table) -> Result<ModelConfig, Conf
 
 /// Returns the token whose row of the embedding transformers does not train. GPT-2 has none. A negative number counts
 /// from the end of the table.
-fn untrained(architecture: Architecture, table: &Table) -> Result<Option<usize>, ConfigError> {
+fn untrained(
+    architecture: Architecture,
+    table: &ConfigTable,
+) -> Result<Option<usize>, ConfigError> {
     let given = table.get("pad_token_id").filter(|id| !id.is_null());
     let Some(given) = given.filter(|_| architecture != Architecture::Gpt2) else {
         return Ok(None);
@@ -288,7 +291,7 @@ fn untrained(architecture: Architecture, table: &Table) -> Result<Option<usize>,
 fn window(
     architecture: Architecture,
     layers: usize,
-    table: &Table,
+    table: &ConfigTable,
 ) -> Result<Option<Window>, ConfigError> {
     let tokens = match architecture {
         Architecture::Gpt2 | Architecture::Llama => None,
@@ -334,7 +337,7 @@ fn window(
 
 /// Returns the first layer with a sliding window in Qwen models: from `max_window_layers`, or from
 /// `layer_types`, in which these layers must be the last ones.
-fn first_windowed_layer(layers: usize, table: &Table) -> Result<usize, ConfigError> {
+fn first_windowed_layer(layers: usize, table: &ConfigTable) -> Result<usize, ConfigError> {
     let Some(types) = table.get("layer_types").filter(|types| !types.is_null()) else {
         return Ok(table
             .optional_size("max_window_layers")?

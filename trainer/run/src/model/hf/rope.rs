@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value};
 
-use super::table::{Table, wrong_type};
+use super::table::{ConfigTable, wrong_type};
 use crate::model::{ConfigError, RopeScaling};
 
 const KEYS: &[&str] = &[
@@ -93,7 +93,7 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
 }
 
 /// Reads `rope_scaling`, which was flattened before.
-pub(super) fn scaling(table: &Table) -> Result<Option<RopeScaling>, ConfigError> {
+pub(super) fn scaling(table: &ConfigTable) -> Result<Option<RopeScaling>, ConfigError> {
     let Some(Value::Object(scaling)) = table.get("rope_scaling") else {
         return Ok(None);
     };

@@ -6,7 +6,7 @@ use super::keys;
 use crate::model::{Architecture, ConfigError};
 
 /// Keys with their values and defaults.
-pub(super) struct Table {
+pub(super) struct ConfigTable {
     architecture: Architecture,
     values: Map<String, Value>,
     defaults: Vec<(&'static str, Value)>,
@@ -14,7 +14,7 @@ pub(super) struct Table {
     pub(super) from_file: bool,
 }
 
-impl Table {
+impl ConfigTable {
     pub(super) fn new(
         architecture: Architecture,
         values: Map<String, Value>,

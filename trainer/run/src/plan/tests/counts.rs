@@ -28,7 +28,7 @@ fn figures_that_were_not_measured_are_called_assumed() {
         text.contains("devices reading 6.20 GB/s (assumed) and writing 3.20 GB/s (given)"),
         "{text}"
     );
-    assert_eq!(plan.hardware.tflops.source, Source::Assumed);
+    assert_eq!(plan.hardware.tflops.source, FigureSource::Assumed);
     assert!(plan.memory.staging_bytes() as f64 > 0.97 * STAGING_BYTES_ASSUMED as f64);
 }
 

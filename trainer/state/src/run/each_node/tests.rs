@@ -100,7 +100,8 @@ impl Nodes {
     }
 
     fn meet(&self, dirs: &NodeDirs) -> HeldByNodes {
-        dirs.meet(&Held::read(&dirs.run_dir).unwrap()).unwrap()
+        dirs.meet(&NodeContents::read(&dirs.run_dir).unwrap())
+            .unwrap()
     }
 
     /// Names and contents of the files in a checkpoint on `node`.
@@ -149,8 +150,8 @@ fn describe(step: u64, tell: u64, files: Vec<SavedFile>) -> CheckpointDescriptio
     }
 }
 
-fn of_bytes(name: &str, bytes: &[u8]) -> Sent {
-    Sent::from_contents(name.into(), bytes.to_vec())
+fn of_bytes(name: &str, bytes: &[u8]) -> SentFile {
+    SentFile::from_contents(name.into(), bytes.to_vec())
 }
 
 #[test]

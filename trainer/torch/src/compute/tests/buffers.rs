@@ -20,13 +20,13 @@ const KEEPS: [ActivationCheckpointing; 3] = [
 ];
 
 /// Weights of all units; those of blocks are gathered into buffers in turn.
-struct Gathered {
+struct GatheredWeights {
     sources: Vec<Vec<u8>>,
     buffers: Vec<UnitWeights>,
     newest: usize,
 }
 
-impl Gathered {
+impl GatheredWeights {
     fn new(case: &mut Case) -> Self {
         let sources = case.weights.iter_mut();
         Self {
@@ -66,7 +66,7 @@ fn step(case: &mut Case, micro_batches: usize, shared: bool) -> (Vec<u64>, Vec<V
             (inputs.numbered((batch * MICRO_BATCH) as u64), targets)
         })
         .collect();
-    let mut gathered = shared.then(|| Gathered::new(case));
+    let mut gathered = shared.then(|| GatheredWeights::new(case));
     let (engine, head) = (&case.engine, case.head());
     let mut sinks: Vec<GradSink> = (0..=head).map(|unit| engine.new_grads(unit)).collect();
     let mut flow: Vec<Activation> = batches

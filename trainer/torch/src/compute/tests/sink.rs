@@ -1,12 +1,12 @@
 //! Tests of summing and storing gradients.
 
 use super::*;
-use training_run::model::{Dtype, ParamLayout, ParamRole, Start, UnitLayout};
+use training_run::model::{Dtype, InitialValue, ParamLayout, ParamRole, UnitLayout};
 
 fn layout() -> UnitLayout {
     let param = |name: &str, shape: Vec<usize>, offset_elems| ParamLayout {
         member: ParamRole::Query,
-        start: Start::Normal { scale: 1.0 },
+        start: InitialValue::Normal { scale: 1.0 },
         name: name.into(),
         shape,
         offset_elems,

@@ -20,7 +20,7 @@ use kernels::reduce::GradType;
 use swapper::Swapper;
 
 use super::super::TrainError;
-use super::super::gpu_timeline::Enqueued;
+use super::super::gpu_timeline::EnqueuedWork;
 use super::super::step_order::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
@@ -164,7 +164,7 @@ pub(in crate::train) struct GpuBuffers {
     buffers: Buffers,
     copies: Option<Copies>,
     /// Collective operations, for a timeline.
-    collectives: Enqueued,
+    collectives: EnqueuedWork,
 }
 
 impl GpuBuffers {
@@ -194,7 +194,7 @@ impl GpuBuffers {
             copies: shards.keeps_copies().then(copies).transpose()?,
             buffers: Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?,
             sums: Sums::new(engine, gpu, master, shards)?,
-            collectives: Enqueued::new(Track::Collective),
+            collectives: EnqueuedWork::new(Track::Collective),
         })
     }
 

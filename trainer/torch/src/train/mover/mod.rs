@@ -24,7 +24,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use gpu::{GpuBuffers, InPlace};
 use host::HostBuffers;
-pub(super) use shards::{Exchanged, NodeRanks, Shards};
+pub(super) use shards::{ExchangedBytes, NodeRanks, Shards};
 
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
@@ -148,19 +148,19 @@ fn side(tiles: &mut Tiles, unit: usize) -> Side<'_> {
 }
 
 /// [`Side`] of a unit that is computed with.
-enum Seen<'a> {
+enum UnitSide<'a> {
     Swapper(&'a WithSwapper),
     Gpu(&'a GpuBackend, &'a InGpu),
 }
 
 /// Returns where `unit` is.
-fn seen(tiles: &Tiles, unit: usize) -> Seen<'_> {
+fn seen(tiles: &Tiles, unit: usize) -> UnitSide<'_> {
     match tiles {
-        TileBackend::Swapper(_, with) => Seen::Swapper(with),
-        TileBackend::Gpu(backend, with) => Seen::Gpu(backend, with),
+        TileBackend::Swapper(_, with) => UnitSide::Swapper(with),
+        TileBackend::Gpu(backend, with) => UnitSide::Gpu(backend, with),
         TileBackend::Both(both, with_swapper, in_gpu) => match both.backend.has(unit) {
-            true => Seen::Gpu(&both.backend, in_gpu),
-            false => Seen::Swapper(with_swapper),
+            true => UnitSide::Gpu(&both.backend, in_gpu),
+            false => UnitSide::Swapper(with_swapper),
         },
     }
 }
@@ -255,11 +255,10 @@ pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(),
 /// Returns the weights of a unit that was gathered and is ready.
 pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
     match seen(tiles, unit) {
-        Seen::Swapper(WithSwapper::Host(buffers)) => buffers.weights(unit),
-        Seen::Swapper(WithSwapper::Gpu(buffers)) | Seen::Gpu(_, InGpu::Buffers(buffers)) => {
-            buffers.weights(unit)
-        }
-        Seen::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
+        UnitSide::Swapper(WithSwapper::Host(buffers)) => buffers.weights(unit),
+        UnitSide::Swapper(WithSwapper::Gpu(buffers))
+        | UnitSide::Gpu(_, InGpu::Buffers(buffers)) => buffers.weights(unit),
+        UnitSide::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
     }
 }
 
@@ -288,11 +287,10 @@ pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError
 pub(super) fn sink(tiles: &Tiles, engine: &Engine, unit: usize) -> Result<GradSink, TrainError> {
     let mut sink = engine.new_grads(unit);
     match seen(tiles, unit) {
-        Seen::Swapper(WithSwapper::Host(_)) => {}
-        Seen::Swapper(WithSwapper::Gpu(buffers)) | Seen::Gpu(_, InGpu::Buffers(buffers)) => {
-            sink.write_to(buffers.grads_of(unit))?
-        }
-        Seen::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
+        UnitSide::Swapper(WithSwapper::Host(_)) => {}
+        UnitSide::Swapper(WithSwapper::Gpu(buffers))
+        | UnitSide::Gpu(_, InGpu::Buffers(buffers)) => sink.write_to(buffers.grads_of(unit))?,
+        UnitSide::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
     }
     Ok(sink)
 }

@@ -71,7 +71,7 @@ impl NodeRanks {
 
 /// Bytes of buffers that took part in collective operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::train) struct Exchanged {
+pub(in crate::train) struct ExchangedBytes {
     /// Bytes of weights, gathered from all ranks.
     pub(in crate::train) gathered_bytes: u64,
     /// Bytes of gradients.
@@ -122,9 +122,9 @@ impl Shards {
     }
 
     /// Returns the bytes exchanged since the last call.
-    pub(in crate::train) fn take_exchanged(&self) -> Exchanged {
+    pub(in crate::train) fn take_exchanged(&self) -> ExchangedBytes {
         let [gathered, reduced] = &*self.exchanged;
-        Exchanged {
+        ExchangedBytes {
             gathered_bytes: gathered.swap(0, Ordering::Relaxed),
             reduced_bytes: reduced.swap(0, Ordering::Relaxed),
         }
