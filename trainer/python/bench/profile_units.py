@@ -33,7 +33,7 @@ PARTS = {
     "order": (_order.Order, ("begin", "next", "gathers", "outside", "_learn", "forget_rest")),
     "memory": (_memory.HostMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
     "memory, GPU": (_memory.GpuMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
-    "handles of gradients": (_held.Held, ("__new__", "__torch_dispatch__")),
+    "handles of gradients": (_held.GradientInTile, ("__new__", "__torch_dispatch__")),
     "step": (_steps.Steps, ("make", "_groups", "_of_params", "_scales")),
     "step: engine": (_engine.Engine, ("updated", "forget_gradients")),
     "commit": (_commits.Commits, ("seal", "note_step", "_complete")),

@@ -88,7 +88,7 @@ def test_answers_are_those_of_transformers_and_an_interrupted_command_goes_on(tm
     command = ["generate", str(model), "--prompts", str(tmp_path / "x.jsonl"), "--out", str(tmp_path / "y.jsonl"), "--max-new-tokens", "6", "--batch", "2"]
     command += ["--nvme", str(tmp_path), "--temperature", "0.9", "--top-p", "0.95", "--seed", "5"]
     with monkeypatch.context() as patch:
-        plain, calls = offloadd._served.Served.generate, []
+        plain, calls = offloadd._served.ServedModel.generate, []
 
         def generate(*args, **more):
             calls.append(0)
@@ -96,7 +96,7 @@ def test_answers_are_those_of_transformers_and_an_interrupted_command_goes_on(tm
                 raise KeyboardInterrupt
             return plain(*args, **more)
 
-        patch.setattr(offloadd._served.Served, "generate", generate)
+        patch.setattr(offloadd._served.ServedModel, "generate", generate)
         assert main(command) == 130
     assert not (tmp_path / "y.jsonl").exists() and "the same command goes on" in capfd.readouterr().err
     # As after a kill in the middle of a write.

@@ -32,7 +32,7 @@ _CHANGED = (
 )
 
 
-class _Kept(NamedTuple):
+class _KeptTensor(NamedTuple):
     """A saved tensor that stays where it is. Autograd compares no versions of what passes hooks."""
 
     one: torch.Tensor
@@ -168,9 +168,9 @@ class Activations:
         """Hooks within which autograd saves inputs of a block, of which those `wanted` are to be moved."""
         ids = set(map(id, wanted))
 
-        def pack(one: torch.Tensor) -> Union[_Kept, _Input]:
+        def pack(one: torch.Tensor) -> Union[_KeptTensor, _Input]:
             if id(one) not in ids:
-                return _Kept(one, one._version)
+                return _KeptTensor(one, one._version)
             found = _Input(self, one, inputs)
             inputs.members.append(weakref.ref(found))
             self._last = weakref.ref(inputs)
@@ -184,8 +184,8 @@ class Activations:
         for one in leaving.each() if leaving is not None else ():
             one.has_left()
 
-    def _unpack(self, packed: Union[_Kept, _Input]) -> torch.Tensor:
-        if isinstance(packed, _Kept):
+    def _unpack(self, packed: Union[_KeptTensor, _Input]) -> torch.Tensor:
+        if isinstance(packed, _KeptTensor):
             if packed.one._version != packed.version:
                 raise RuntimeError(_CHANGED.format(tuple(packed.one.shape)))
             return packed.one
@@ -229,7 +229,7 @@ def _give_calls_back() -> None:
     _apply.clear()
 
 
-class _Unhooked:
+class _UnhookedBlock:
     """A block whose forward, while autograd is about to save its inputs, does not see the hooks."""
 
     def __init__(self, block: Callable[..., Any], hooks: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -255,7 +255,7 @@ def _saving(apply: Callable[..., Any]) -> Callable[..., Any]:
         activations, wanted = found
         hooks = activations.hooks(activations.begin_block(), wanted)
         if callable(args[0]):
-            args = (_Unhooked(args[0], hooks), *args[1:])
+            args = (_UnhookedBlock(args[0], hooks), *args[1:])
         with torch.autograd.graph.saved_tensors_hooks(*hooks):
             return apply(*args, **kwargs)
 

@@ -23,7 +23,7 @@ from ._ranks import Ranks
 from ._watch import Watch, bit_sums, unwatch, watch
 
 
-class Seen(NamedTuple):
+class GradientMark(NamedTuple):
     """A gradient as it was when it was handed over."""
 
     grad: "weakref.ref[torch.Tensor]"
@@ -32,7 +32,7 @@ class Seen(NamedTuple):
     bits: torch.Tensor
 
     @classmethod
-    def now(cls, grad: torch.Tensor) -> "Seen":
+    def now(cls, grad: torch.Tensor) -> "GradientMark":
         return cls(weakref.ref(grad), _version(grad), _bits(grad))
 
     def is_of(self, grad: torch.Tensor) -> bool:
@@ -57,10 +57,10 @@ class Beside:
                 self.pieces.setdefault(id(piece.param), []).append((unit, index))
         self.name_of = {id(param): name for name, param in named}
         # The gradients of this step that were handed over, and the sum of squares of each parameter's, over all ranks.
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, GradientMark] = {}
         self.square_sums: dict[int, float] = {}
         # Gradients that have come in this step's backward, and the units whose gradients were handed over there.
-        self._came: dict[int, Seen] = {}
+        self._came: dict[int, GradientMark] = {}
         self._early: set[int] = set()
         self._came_again = self._said = False
         # Whether some directions may lie in tiles that no step has used.
@@ -131,7 +131,7 @@ class Beside:
                     sums[id(piece.param)] += sum(squares[_with_gradients(unit).index][index::count])
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
-        self.seen = {key: Seen.now(grad) for key, grad in grads.items()} if remember else {}
+        self.seen = {key: GradientMark.now(grad) for key, grad in grads.items()} if remember else {}
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
@@ -176,7 +176,7 @@ class Beside:
         if torch.cuda.is_initialized() and local_of(param.grad).device.type == "cpu":
             # FSDP2's CPUOffloadPolicy comes here while the gradient is still being copied to pinned memory.
             torch.cuda.current_stream().synchronize()
-        self._came[id(param)] = Seen.now(param.grad)
+        self._came[id(param)] = GradientMark.now(param.grad)
         for unit, _ in self.pieces[id(param)]:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.

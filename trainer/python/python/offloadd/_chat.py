@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 
 from ._console import say
-from ._served import Served, add_arguments
+from ._served import ServedModel, add_arguments
 
 HELP = "talk with a model whose weights are in host memory or on drives"
 EXAMPLES = """\
@@ -35,7 +35,7 @@ def chat(given: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     torch.manual_seed(given.seed)
-    with Served(given) as served:
+    with ServedModel(given) as served:
         tokenizer = served.tokenizer
         talks = tokenizer.chat_template is not None
         if not talks:

@@ -110,7 +110,7 @@ def _rounded(size: int) -> int:
     return -(-size // step) * step
 
 
-class _Pinned:
+class _PinnedMemory:
     """Memory that is registered with CUDA. PyTorch's own pinned memory comes in powers of two and is never given back."""
 
     def __init__(self, size: int) -> None:
@@ -141,9 +141,9 @@ class GpuCopies:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
-    def pin(self, size: int) -> _Pinned:
+    def pin(self, size: int) -> _PinnedMemory:
         try:
-            buffer = _Pinned(size)
+            buffer = _PinnedMemory(size)
         except (OSError, ValueError) as error:
             raise Error(f"{size} bytes of host memory for inputs of blocks: {error}: leave offloadd.activations out, or take shorter sequences") from None
         cuda = torch.cuda.cudart()
@@ -153,15 +153,15 @@ class GpuCopies:
             raise Error(f"{size} bytes of host memory for inputs of blocks cannot be pinned: leave offloadd.activations out, or take shorter sequences")
         return buffer
 
-    def unpin(self, buffer: _Pinned) -> None:
+    def unpin(self, buffer: _PinnedMemory) -> None:
         self._stream.synchronize()
         torch.cuda.cudart().cudaHostUnregister(buffer.tensor.data_ptr())
 
-    def leave(self, one: torch.Tensor, buffer: _Pinned) -> _GpuCopy:
+    def leave(self, one: torch.Tensor, buffer: _PinnedMemory) -> _GpuCopy:
         flat = one.as_strided((one.numel(),), (1,))
         return self._begin(lambda: buffer.view(Form.from_tensor(one)).copy_(flat, non_blocking=True))
 
-    def bring_back(self, buffer: _Pinned, form: Form) -> tuple[torch.Tensor, _GpuCopy]:
+    def bring_back(self, buffer: _PinnedMemory, form: Form) -> tuple[torch.Tensor, _GpuCopy]:
         one = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
         flat = one.as_strided((one.numel(),), (1,))
         return one, self._begin(lambda: flat.copy_(buffer.view(form), non_blocking=True))

@@ -44,7 +44,7 @@ class _Distribution(importlib.metadata.Distribution):
         return os.path.join(os.path.dirname(__file__), path)
 
 
-class _Loader(importlib.abc.Loader):
+class _DeepspeedLoader(importlib.abc.Loader):
     """Makes a module of the names that `offloadd._deepspeed` gives it."""
 
     def create_module(self, spec):
@@ -120,7 +120,7 @@ class Finder(importlib.abc.MetaPathFinder):
             return None
         if fullname != NAME:
             importlib.import_module("offloadd._deepspeed").check_module(fullname)
-        return importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=True)
+        return importlib.machinery.ModuleSpec(fullname, _DeepspeedLoader(), is_package=True)
 
     def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
         return [_Distribution()] if context.name in (None, NAME) else []

@@ -16,8 +16,8 @@ import torch
 
 from ._console import say
 from ._errors import Error
-from ._generation import Generated
-from ._served import Served, add_arguments, check_is_model
+from ._generation import GenerationStats
+from ._served import ServedModel, add_arguments, check_is_model
 
 # Least seconds between two lines of progress.
 _LINE_S = 10.0
@@ -58,9 +58,9 @@ def generate(given: argparse.Namespace) -> int:
     done = _begin(part, settings, rows)
     if done:
         say(f"{part} has {done} answers: goes on after them")
-    with Served(given) as served, open(part, "a", encoding="utf-8") as file:
+    with ServedModel(given) as served, open(part, "a", encoding="utf-8") as file:
         _check(served, rows, given.prompts)
-        began, told, made = time.monotonic(), 0.0, Generated()
+        began, told, made = time.monotonic(), 0.0, GenerationStats()
         for start in range(done, len(rows), given.batch):
             batch = rows[start : start + given.batch]
             # A batch has random numbers of its own, whatever came before it in this process.
@@ -123,7 +123,7 @@ def _begin(part: Path, settings: dict[str, Any], rows: list[dict[str, Any]]) -> 
     return len(lines) - 1
 
 
-def _check(served: Served, rows: list[dict[str, Any]], path: Path) -> None:
+def _check(served: ServedModel, rows: list[dict[str, Any]], path: Path) -> None:
     if served.tokenizer.chat_template is None and any(_messages(row) for row in rows):
         raise Error(f'{path} has messages, and the model\'s tokenizer has no chat template: write {{"prompt": "text"}}')
 
@@ -134,7 +134,7 @@ def _messages(row: dict[str, Any]) -> Any:
     return given if isinstance(given, list) else None
 
 
-def _answers(served: Served, rows: list[dict[str, Any]], given: argparse.Namespace) -> Iterator[str]:
+def _answers(served: ServedModel, rows: list[dict[str, Any]], given: argparse.Namespace) -> Iterator[str]:
     tokenizer = served.tokenizer
     texts, special = [], []
     for row in rows:

@@ -34,7 +34,7 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GenerationStats:
     """What calls of `generate` made, with the passes of the model that took."""
 
     rows: int = 0
@@ -44,10 +44,10 @@ class Generated:
     # The part of the weights that a pass read: less than all where tokens choose experts.
     part: float = 1.0
 
-    def __add__(self, other: "Generated") -> "Generated":
+    def __add__(self, other: "GenerationStats") -> "GenerationStats":
         passes = self.passes + other.passes
         part = (self.part * self.passes + other.part * other.passes) / passes if passes else 1.0
-        return Generated(self.rows + other.rows, self.tokens + other.tokens, passes, self.s + other.s, part)
+        return GenerationStats(self.rows + other.rows, self.tokens + other.tokens, passes, self.s + other.s, part)
 
     def line(self, bound: Optional[Bound]) -> str:
         """What was reached, for people. A bound of the passes is one of the tokens, too."""
@@ -69,7 +69,7 @@ class Meter:
         self._said_s, self.tells = -_LINE_S, True
         self._bound: Optional[Bound] = None
         # What the last call made.
-        self.last = Generated()
+        self.last = GenerationStats()
         model = engine.model
         if hasattr(model, "generate"):
             model.generate = self._measured(model.generate)
@@ -90,7 +90,7 @@ class Meter:
             given = next((one for one in (kwargs.get("input_ids"), kwargs.get("inputs"), *args[:1]) if isinstance(one, torch.Tensor)), None)
             prompt = 0 if given is None else given.shape[-1]
             length = made.shape[-1] - (1 if getattr(getattr(engine.model, "config", None), "is_encoder_decoder", False) else prompt)
-            self.last = Generated(len(made), len(made) * length, passes, took, self._part(passes, brought))
+            self.last = GenerationStats(len(made), len(made) * length, passes, took, self._part(passes, brought))
             # On all ranks at once. Where all weights stay in memory, their bytes bound nothing.
             bound = None if engine.gathering.whole else self.bound
             if self.tells and time.monotonic() - self._said_s >= _LINE_S:

@@ -11,7 +11,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._forwards import in_backward
 from ._gathering import Gathering
-from ._held import Held, Together
+from ._held import GradientInTile, Together
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
 
@@ -36,7 +36,7 @@ class Gradients:
         self._summed: set[int] = set()
         self._handed_over: set[Unit] = set()
         # `param.grad` between backward and step, by parameter.
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, GradientInTile] = {}
         # Views of the buffers that gradients leave from, by unit and buffer.
         self._gradient_views: dict[tuple[Unit, int], dict[int, torch.Tensor]] = {}
         # Whether step() has used the gradients that `param.grad` still shows.
@@ -159,7 +159,7 @@ class Gradients:
         """Takes what autograd, and hooks after it, have left in `param.grad`."""
         with AS_TENSORS():
             grad = param.grad
-            if grad is None or type(grad) is Held:
+            if grad is None or type(grad) is GradientInTile:
                 return
             param.grad = None
             hooks = param._post_accumulate_grad_hooks
@@ -213,7 +213,7 @@ class Gradients:
                 square_sum = self.square_sums.get(id(param))
                 if square_sum is None and id(param) not in self._zeroed:
                     continue
-                param.grad = self.held[id(param)] = held = Held(param, square_sum or 0.0, together)
+                param.grad = self.held[id(param)] = held = GradientInTile(param, square_sum or 0.0, together)
                 held.zero, held.partial = square_sum is None, id(param) in self._partial
 
     def read(self, param: nn.Parameter) -> torch.Tensor:
@@ -265,7 +265,7 @@ class Gradients:
                 if id(param) in changed:
                     self._summed.add(id(param))
                     self.square_sums[id(param)] = square_sum
-                    self.held[id(param)] = held = Held(param, square_sum, together)
+                    self.held[id(param)] = held = GradientInTile(param, square_sum, together)
                     held.zero = changed[id(param)] is None
                     if id(param) not in given:
                         param.grad = held

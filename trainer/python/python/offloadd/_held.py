@@ -26,7 +26,7 @@ class Together:
         # `param.grad` holds.
         self.read = weakref.WeakMethod(read) if read is not None else lambda: None
         # Weak, so that each goes with its last user and not with the next collection of cycles.
-        self.handles: list[weakref.ref[Held]] = []
+        self.handles: list[weakref.ref[GradientInTile]] = []
         self._product: tuple = (None, None, None, None)
 
     def product(self, scale: torch.Tensor, factor: Any) -> torch.Tensor:
@@ -41,7 +41,7 @@ class Together:
         return product
 
 
-class Held(torch.Tensor):
+class GradientInTile(torch.Tensor):
     """A gradient in a tile. `square_sum` is of its values before `scale`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -63,7 +63,7 @@ class Held(torch.Tensor):
     partial: bool
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, square_sum: float, together: Together) -> "Held":
+    def __new__(cls, param: torch.Tensor, square_sum: float, together: Together) -> "GradientInTile":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         together.handles.append(weakref.ref(held))
         held.together, held.param, held.found_norm = together, weakref.ref(param), None
@@ -89,7 +89,7 @@ class Held(torch.Tensor):
             raise Error(f"param.grad.data of shape {tuple(self.shape)} is assigned a tensor of shape {tuple(value.shape)}: assign one of the parameter's shape")
         value = value.detach()
         # Of another gradient its values, and not its handle.
-        value = value.clone() if isinstance(value, Held) else value
+        value = value.clone() if isinstance(value, GradientInTile) else value
         self.value, self.found_norm, self.zero, self.partial = value.to(self.device, self.dtype), None, False, False
 
     # What asks for memory below PyTorch's dispatcher.
@@ -120,13 +120,13 @@ class Held(torch.Tensor):
         return _on_values(func, args, kwargs) if found is _BY_VALUES else found
 
 
-def _handles_in(args: Any, kwargs: Any) -> Iterator[Held]:
+def _handles_in(args: Any, kwargs: Any) -> Iterator[GradientInTile]:
     """The gradients among an operation's arguments. Quicker than tree_flatten: operations have no deeper lists."""
     for one in (*args, *kwargs.values()):
-        if isinstance(one, Held):
+        if isinstance(one, GradientInTile):
             yield one
         elif isinstance(one, (list, tuple)):
-            yield from (part for part in one if isinstance(part, Held))
+            yield from (part for part in one if isinstance(part, GradientInTile))
 
 
 PARTIAL = (
@@ -143,10 +143,10 @@ _BY_VALUES = object()
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls `func` with the values of gradients in their place. Keeps those that it changes, and those of which it returns views, through
     which they may be changed."""
-    found: dict[int, tuple[Held, torch.Tensor]] = {}
+    found: dict[int, tuple[GradientInTile, torch.Tensor]] = {}
 
     def values(one: Any) -> Any:
-        if not isinstance(one, Held):
+        if not isinstance(one, GradientInTile):
             return one
         if id(one) not in found:
             found[id(one)] = one, _values(one)
@@ -171,7 +171,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _values(held: Held) -> torch.Tensor:
+def _values(held: GradientInTile) -> torch.Tensor:
     if held.value is not None:
         return held.value
     read, param = held.together.read(), held.param()
@@ -212,7 +212,12 @@ def _norms(grads: Any) -> list[torch.Tensor]:
 
 def _scale(grads: Any, factor: Any, result: Any = None) -> Any:
     """Multiplies the scales; gradients that share one share the product, so that it is read once. Returns `result`."""
-    if not all(isinstance(one, Held) for one in grads) or isinstance(factor, Held) or isinstance(factor, torch.Tensor) and factor.numel() != 1:
+    if (
+        not all(isinstance(one, GradientInTile) for one in grads)
+        or isinstance(factor, GradientInTile)
+        or isinstance(factor, torch.Tensor)
+        and factor.numel() != 1
+    ):
         return _BY_VALUES
     for one in grads:
         if one.value is not None:
@@ -236,7 +241,7 @@ def _unscale(args: Any, kwargs: Any) -> None:
 
 
 def _make_zero(grads: Any, result: Any = None) -> Any:
-    if not all(isinstance(one, Held) for one in grads):
+    if not all(isinstance(one, GradientInTile) for one in grads):
         return _BY_VALUES
     for one in grads:
         one.zero, one.partial, one.value, one.found_norm = True, False, None, None
@@ -265,4 +270,4 @@ _KNOWN = {
 
 
 def _inverse(factor: Any) -> Any:
-    return factor if isinstance(factor, Held) else 1.0 / factor
+    return factor if isinstance(factor, GradientInTile) else 1.0 / factor

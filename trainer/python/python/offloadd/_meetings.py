@@ -282,7 +282,7 @@ class Meetings:
 
     def watched(self, it: Any) -> Any:
         """An object of the extension, whose calls say so where they fail because another rank is gone."""
-        return it if self.count == 1 else _Watched(self, it)
+        return it if self.count == 1 else _WatchedCalls(self, it)
 
     def blame(self, error: Exception, within_s: float) -> Exception:
         """The error to raise where `error` may come from another rank's end, which is known within some seconds."""
@@ -361,7 +361,7 @@ _AGAIN = "start the script again on all ranks: with device nvme it resumes after
 _SAME_ORDER = "Every rank must make the same calls in the same order: as many batches, generate with synced_gpus, weights read and saved on all ranks"
 
 
-class _Watched:
+class _WatchedCalls:
     """Calls of an object of the extension; one that fails because another rank is gone says so."""
 
     def __init__(self, meetings: Meetings, it: Any) -> None:

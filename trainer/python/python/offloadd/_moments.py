@@ -12,7 +12,7 @@ from . import _offloadd
 from ._commits import Commits
 from ._errors import Error, NotSupported
 from ._plan import bytes_text
-from ._released import Copied, Origin, Reader
+from ._released import ReadOnlyCopy, Origin, Reader
 from ._rewriting import Rewriting
 from ._supported_optimizers import MOMENTS
 from ._units import Unit
@@ -154,7 +154,7 @@ def _to_read(value: torch.Tensor, name: Callable[[], str], reader: Reader) -> to
     """A copy that refuses to be changed; a tensor of another class as it is."""
     if type(value) is not torch.Tensor:
         return value
-    copy = value.as_subclass(Copied)
+    copy = value.as_subclass(ReadOnlyCopy)
     copy.origin = Origin(lambda: f"optimizer.state of {name()}, which is read from tiles: use optimizer.load_state_dict", reader, reader.steps)
     return copy
 
@@ -237,4 +237,4 @@ def no_write(what: str) -> NotSupported:
 
 
 def plain(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, Copied) else value
+    return value.as_subclass(torch.Tensor) if isinstance(value, ReadOnlyCopy) else value

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ._errors import NotSupported
-from ._released import Released, in_tiles, outside_transforms, replaced, written
+from ._released import ReleasedParam, in_tiles, outside_transforms, replaced, written
 
 _Tensor = torch.Tensor
 
@@ -69,7 +69,7 @@ def _functionalize_copies(transforms: Any) -> None:
     wrap, compare, propagate = transforms._wrap_functional_tensor, transforms._assert_wrapped_functional, transforms._propagate_functional_input_mutation
 
     def wrap_copy(tensor: Any, level: int) -> Any:
-        if not isinstance(tensor, Released):
+        if not isinstance(tensor, ReleasedParam):
             return wrap(tensor, level)
         with outside_transforms():
             copy = tensor.clone()
@@ -96,7 +96,7 @@ def _refusing_released(name: str, plain: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(plain)
     def call(*tensors: Any) -> Any:
         for one in tensors:
-            if isinstance(one, Released):
+            if isinstance(one, ReleasedParam):
                 raise replaced(name, one)
         return plain(*tensors)
 
@@ -107,13 +107,13 @@ def _has_released(one: Any) -> bool:
     """Whether this is a released parameter, or a list of some. Lists of numbers, which may be long, are told by their first one."""
     while isinstance(one, (list, tuple)) and one:
         if isinstance(one[0], _Tensor):
-            return any(isinstance(each, Released) for each in one)
+            return any(isinstance(each, ReleasedParam) for each in one)
         one = one[0]
-    return isinstance(one, Released)
+    return isinstance(one, ReleasedParam)
 
 
 def _copy(one: Any) -> Any:
-    return one.clone() if isinstance(one, Released) else one
+    return one.clone() if isinstance(one, ReleasedParam) else one
 
 
 # Methods of a process group that move tensors.
@@ -128,7 +128,7 @@ def _refusing_to_send(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         for one in tree_flatten((args, kwargs))[0]:
-            if isinstance(one, Released):
+            if isinstance(one, ReleasedParam):
                 raise NotSupported(
                     f"torch.distributed's {plain.__name__} of {one.reader.name(one)}, whose values are in tiles: all ranks have the same values already; "
                     "send a clone() of it to others"

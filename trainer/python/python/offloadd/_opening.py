@@ -18,7 +18,7 @@ from ._engine import Engine
 from ._errors import Error, NotSupported
 from ._layout import Layout
 from ._memory import GpuDevice, GpuMemory
-from ._packed import Packed, find_packed, is_wrapper, users_of, wrap_again
+from ._packed import PackedParam, find_packed, is_wrapper, users_of, wrap_again
 from ._plan import Plan, described
 from ._ranks import Ranks
 from ._run_dir import InUse, begin_part, check_place, lock, writable
@@ -227,6 +227,6 @@ def outside_of_units(model: nn.Module, units: Sequence[Unit]) -> list[torch.Tens
     found = [*model.buffers(), *(one for unit in units for packed in unit.packed for one in packed.rest)]
     for param in model.parameters():
         if id(param) not in managed:
-            packed = find_packed(param, users[id(param)]) or Packed(param)
+            packed = find_packed(param, users[id(param)]) or PackedParam(param)
             found += [packed.part, *packed.rest]
     return list({id(one): one for one in found}.values())

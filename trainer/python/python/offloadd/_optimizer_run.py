@@ -139,7 +139,7 @@ class OptimizerRun:
         _opening.check_drives(plan, ranks)
         state_dir = self.run_dir if ranks.first_of_node else self.run_dir / f"rank-{ranks.rank}"
         self._lock = _opening.take_dir(self.run_dir, state_dir)
-        layout = Layout(_Named(units), units)
+        layout = Layout(_NamedPieces(units), units)
         if plan.settings.device == "nvme" and resume:
             _check_params(self.run_dir / LAYOUT, units)
         layout.check_dir(self.run_dir, plan.settings, resume)
@@ -578,7 +578,7 @@ def _part_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, param.device_mesh, param.placements).to_local()
 
 
-class _Named:
+class _NamedPieces:
     """The pieces of parameters with their names, as a model has parameters."""
 
     def __init__(self, units: list[ParamUnit]) -> None:

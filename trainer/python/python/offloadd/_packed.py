@@ -25,7 +25,7 @@ _INSTEAD = (
 )
 
 
-class Packed(NamedTuple):
+class PackedParam(NamedTuple):
     """Where one parameter has its bytes."""
 
     # The plain tensor whose memory has them.
@@ -49,7 +49,7 @@ class Packed(NamedTuple):
         return found.hexdigest()
 
 
-def packed_of(name: str, param: nn.Parameter, users: Iterable[nn.Module]) -> Packed:
+def packed_of(name: str, param: nn.Parameter, users: Iterable[nn.Module]) -> PackedParam:
     """Where the parameter `name` has its bytes; `users` are the modules that have it. Refuses a class that is not known."""
     if type(param) is nn.Parameter:
         return find_packed(param, users)
@@ -63,7 +63,7 @@ def packed_of(name: str, param: nn.Parameter, users: Iterable[nn.Module]) -> Pac
     return found
 
 
-def find_packed(param: Any, users: Iterable[nn.Module]) -> Optional[Packed]:
+def find_packed(param: Any, users: Iterable[nn.Module]) -> Optional[PackedParam]:
     """Where a parameter has its bytes; None where its class is not known, or it is not quantized yet."""
     if type(param) is nn.Parameter:
         return _plain(param, users)
@@ -95,29 +95,29 @@ def stand_in(shape: torch.Size, bits: int) -> nn.Parameter:
     return param
 
 
-def _plain(param: nn.Parameter, users: Iterable[nn.Module]) -> Packed:
+def _plain(param: nn.Parameter, users: Iterable[nn.Module]) -> PackedParam:
     metas = [user.meta for user in users if _is_of(user, "hqq") and isinstance(getattr(user, "meta", None), dict)]
     rest = tuple(value for meta in metas for value in meta.values() if isinstance(value, torch.Tensor))
     shape = metas[0].get("shape") if metas and not param.is_floating_point() else getattr(param, "_offloadd_shape", None)
-    return Packed(param, (), rest, "", shape)
+    return PackedParam(param, (), rest, "", shape)
 
 
-def _in_4_bits(param: Any) -> Optional[Packed]:
+def _in_4_bits(param: Any) -> Optional[PackedParam]:
     state = param.quant_state
     if state is None:
         return None
     states = [state] if state.state2 is None else [state, state.state2]
     rest = [value for one in states for value in (one.absmax, one.code, one.offset) if isinstance(value, torch.Tensor)]
-    return Packed(param, (), tuple(rest), f"{state.quant_type} {state.dtype} {tuple(state.shape)} {[one.blocksize for one in states]}", state.shape)
+    return PackedParam(param, (), tuple(rest), f"{state.quant_type} {state.dtype} {tuple(state.shape)} {[one.blocksize for one in states]}", state.shape)
 
 
-def _in_8_bits(param: Any, users: Iterable[nn.Module]) -> Optional[Packed]:
+def _in_8_bits(param: Any, users: Iterable[nn.Module]) -> Optional[PackedParam]:
     # Before the first forward the parameter has them, afterwards its layer.
     holders = [param, *(user.state for user in users if hasattr(user, "state"))]
     attributes = lambda name: tuple(value for one in holders if isinstance(value := getattr(one, name, None), torch.Tensor))
     if param.dtype != torch.int8 or not attributes("SCB"):
         return None
-    return Packed(param, attributes("CB"), attributes("SCB"))
+    return PackedParam(param, attributes("CB"), attributes("SCB"))
 
 
 def is_wrapper(param: torch.Tensor) -> bool:
@@ -125,12 +125,12 @@ def is_wrapper(param: torch.Tensor) -> bool:
     return hasattr(type(param), "__tensor_flatten__")
 
 
-def _wrapped(param: Any) -> Optional[Packed]:
+def _wrapped(param: Any) -> Optional[PackedParam]:
     found = list(_plain_tensors(param))
     if not found or any(type(one) is not torch.Tensor or one.layout is not torch.strided for one in found):
         return None
     part = max(found, key=lambda one: one.numel() * one.element_size())
-    return Packed(part, (), tuple(one for one in found if one is not part), type(param).__name__)
+    return PackedParam(part, (), tuple(one for one in found if one is not part), type(param).__name__)
 
 
 def _plain_tensors(wrapper: Any) -> Iterator[torch.Tensor]:

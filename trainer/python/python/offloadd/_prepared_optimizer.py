@@ -21,7 +21,7 @@ from ._steps import Steps
 from ._supported_optimizers import check_settings
 
 
-class Prepared:
+class PreparedOptimizer:
     """What an optimizer becomes: PyTorch's class with the methods below in front."""
 
     _offloadd_run: "OfRun"
@@ -122,7 +122,7 @@ def take_over(optimizer: torch.optim.Optimizer, of_run: OfRun) -> None:
     kind = type(optimizer)
     # A scheduler's, around the step that is replaced.
     optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(kind.__name__, (Prepared, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    optimizer.__class__ = type(kind.__name__, (PreparedOptimizer, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
     optimizer._offloadd_run = of_run
 
 

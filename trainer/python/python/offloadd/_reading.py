@@ -13,7 +13,7 @@ from ._errors import NotSupported
 from ._forwards import Forwards
 from ._gathering import Gathering
 from ._packed import is_wrapper
-from ._released import AS_TENSORS, Released, on_copies
+from ._released import AS_TENSORS, ReleasedParam, on_copies
 from ._units import Unit
 
 
@@ -27,7 +27,7 @@ class Reading:
         self.steps = 0
         # Copies whose addresses a script has asked for since, by parameter.
         self.addressed: dict[int, torch.Tensor] = {}
-        gathering.released = type("Released", (Released,), {"reader_ref": weakref.ref(self)})
+        gathering.released = type("Released", (ReleasedParam,), {"reader_ref": weakref.ref(self)})
         self.read = torch.compiler.disable(self.read)
 
     def replaced(self) -> None:

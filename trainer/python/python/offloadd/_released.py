@@ -98,7 +98,7 @@ class Reader(Protocol):
         """Refuses to train what was frozen when the model was prepared."""
 
 
-class Released(nn.Parameter):
+class ReleasedParam(nn.Parameter):
     """A parameter whose values are in tiles. Its metadata answers at once; anything else gathers its unit."""
 
     # Weak: the collector of cycles does not see the class of a parameter.
@@ -125,13 +125,13 @@ class Released(nn.Parameter):
                     "param.detach()"
                 )
             return found
-        away = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Released)]
+        away = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, ReleasedParam)]
         if not away:
             with AS_TENSORS():
                 return func(*args, **kwargs)
         reader = away[0].reader
         if any(one.reader is not reader for one in away):
-            others = lambda one: one.view(one.shape) if isinstance(one, Released) and one.reader is not reader else one
+            others = lambda one: one.view(one.shape) if isinstance(one, ReleasedParam) and one.reader is not reader else one
             return func(*tree_map(others, args), **tree_map(others, kwargs))
         if func is _Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             raise NotSupported(
@@ -141,7 +141,7 @@ class Released(nn.Parameter):
             reader.check_trainable(args[0], *args[1:], **kwargs)
             with AS_TENSORS():
                 return func(*args, **kwargs)
-        if func in REPLACES and isinstance(args[0], Released):
+        if func in REPLACES and isinstance(args[0], ReleasedParam):
             if func == _Tensor.data.__set__ and reader.is_same(args[0], args[1]):
                 return None
             raise replaced(REPLACES[func], args[0])
@@ -174,7 +174,7 @@ _ADDRESSES = (_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tenso
 _ADDRESSED_MAX = 2 << 30
 
 
-def _address_of(func: Callable[..., Any], copy: "Copied") -> Any:
+def _address_of(func: Callable[..., Any], copy: "ReadOnlyCopy") -> Any:
     """The address or storage of a parameter's copy. Until the next step that of the first one that was asked for: parameters differ, and two
     copies of one do not."""
     param, reader = copy.origin.param, copy.origin.reader
@@ -191,19 +191,19 @@ def _address_of(func: Callable[..., Any], copy: "Copied") -> Any:
         return func(kept)
 
 
-def replaced(what: str, param: Released) -> NotSupported:
+def replaced(what: str, param: ReleasedParam) -> NotSupported:
     return NotSupported(f"{what} on {in_tiles(param)}")
 
 
-class Copied(_Tensor):
+class ReadOnlyCopy(_Tensor):
     """Values of a released parameter, or a view of them, to read. Changing them would change nothing, and is refused."""
 
     origin: "Origin"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if any(issubclass(one, Released) for one in types):
-            return Released.__torch_function__(func, types, args, kwargs)
+        if any(issubclass(one, ReleasedParam) for one in types):
+            return ReleasedParam.__torch_function__(func, types, args, kwargs)
         if func in BACKWARD:
             return _backward(func, args, kwargs or {})
         if func in _ADDRESSES:
@@ -227,13 +227,15 @@ def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     inputs = given.arguments.get("inputs")
     inputs = [inputs] if isinstance(inputs, _Tensor) else list(inputs or ())
     zeros = given.arguments.pop("materialize_grads", False)
-    values = lambda one: one.clone() if isinstance(one, (Released, Copied)) else one
+    values = lambda one: one.clone() if isinstance(one, (ReleasedParam, ReadOnlyCopy)) else one
     given.arguments.update(tree_map(values, {name: one for name, one in given.arguments.items() if name in _GRADIENTS}))
     with AS_TENSORS():
-        plain = lambda one: one.view_as(one) if isinstance(one, (Released, Copied)) else one
+        plain = lambda one: one.view_as(one) if isinstance(one, (ReleasedParam, ReadOnlyCopy)) else one
         given.arguments.update(tree_map(plain, {name: one for name, one in given.arguments.items() if name not in ("inputs", *_GRADIENTS)}))
         if inputs:
-            given.arguments["inputs"] = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, (Released, Copied)) else one for one in inputs]
+            given.arguments["inputs"] = [
+                torch.autograd.graph.get_gradient_edge(one) if isinstance(one, (ReleasedParam, ReadOnlyCopy)) else one for one in inputs
+            ]
         if zeros:
             given.arguments["allow_unused"] = True
     found = func(*given.args, **given.kwargs)
@@ -270,7 +272,7 @@ def by_other_optimizer(name: str) -> Optional[NotSupported]:
     return None
 
 
-def in_tiles(param: Released) -> str:
+def in_tiles(param: ReleasedParam) -> str:
     return _in_tiles(param.reader.name, param)
 
 
@@ -292,7 +294,7 @@ def read_only(result: Any, copies: list[_Tensor]) -> Any:
             origin = origin_of.get(_address(one))
             if origin is not None:
                 # Not by an operation, which would be one more node of autograd's.
-                one.__class__ = Copied
+                one.__class__ = ReadOnlyCopy
                 one.origin = origin
             return one
         if hasattr(one, "flags") and hasattr(one.flags, "writeable") and type(one).__module__ == "numpy":
@@ -304,7 +306,7 @@ def read_only(result: Any, copies: list[_Tensor]) -> Any:
 
 def _address(one: _Tensor) -> Optional[int]:
     """Where a tensor's memory lies, if it has some."""
-    if type(one) not in (_Tensor, Copied) or one.layout is not torch.strided or one.is_meta or not one.numel():
+    if type(one) not in (_Tensor, ReadOnlyCopy) or one.layout is not torch.strided or one.is_meta or not one.numel():
         return None
     storage = one.untyped_storage()
     # That of a released unit has none, and is not to be looked at.
@@ -335,7 +337,7 @@ def on_copies(
 
 def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls `func`, which takes `copies` and other copies, and refuses what it writes to them."""
-    copies = copies + [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Copied)]
+    copies = copies + [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, ReadOnlyCopy)]
     for one in copies:
         if one.origin.steps != one.origin.reader.steps:
             raise NotSupported(

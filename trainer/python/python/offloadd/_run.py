@@ -44,11 +44,11 @@ from ._reports import Reports
 from ._returning import has_room, return_values
 from ._rewriting import Rewriting
 from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
-from ._sequence_attention import Attached, attach
+from ._sequence_attention import SequenceAttachment, attach
 from ._steps import Steps
 from ._supported_optimizers import rule_of
 from ._units import Unit, units_of
-from ._untrained import Untrained, WeightsDiffer, beside, check_moves
+from ._untrained import NoOptimizer, WeightsDiffer, beside, check_moves
 from ._weights import Weights, each_weight, write_weights
 from ._whole import Whole
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
@@ -91,7 +91,7 @@ def prepare(
     settings = dataclasses.replace(settings, rule=rule_of(optimizer))
     if not trains:
         check_moves(settings)
-        run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), Untrained()
+        run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), NoOptimizer()
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -131,7 +131,7 @@ def _opened(
     resume: bool,
 ) -> "Run":
     """Opens a run in `directory`."""
-    trains = not isinstance(optimizer, Untrained)
+    trains = not isinstance(optimizer, NoOptimizer)
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
     ranks.open(sum(len(unit.params) for unit in found))
     try:
@@ -176,10 +176,10 @@ class Run:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.plan, self.settings, self.run_dir = plan, plan.settings, plan.run_dir
         # Whether the run has an optimizer.
-        self.trains = not isinstance(optimizer, Untrained)
+        self.trains = not isinstance(optimizer, NoOptimizer)
         # Until it is whole.
         self.closed = True
-        self._sequences: Optional[Attached] = None
+        self._sequences: Optional[SequenceAttachment] = None
         self._process = os.getpid()
         _opening.check_given(optimizer, track, found)
         _opening.check_drives(plan, ranks)
@@ -261,7 +261,7 @@ class Run:
         atexit.register(self._at_exit)
         self.closed = False
 
-    def take_sequences(self, sequences: Optional[Attached]) -> None:
+    def take_sequences(self, sequences: Optional[SequenceAttachment]) -> None:
         """Lets another rank's end be named in what the ranks of a sequence exchange, until the run ends."""
         self._sequences = sequences
         if sequences is not None:

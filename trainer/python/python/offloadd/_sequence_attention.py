@@ -22,7 +22,7 @@ from torch import nn
 
 from ._errors import Error, NotSupported
 from ._forwards import in_backward
-from ._sequence_groups import Group, group_of, heads_for_tokens, tokens_for_heads
+from ._sequence_groups import SequenceGroup, group_of, heads_for_tokens, tokens_for_heads
 
 # Modules that mix tokens themselves.
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention)
@@ -65,12 +65,12 @@ class Options:
 options = Options()
 
 
-def attach(model: nn.Module, size: int) -> "Attached":
+def attach(model: nn.Module, size: int) -> "SequenceAttachment":
     """Divides the model's sequences among `size` ranks. All ranks must call it. Raises `NotSupported` where the results would be others."""
     found = _transformer_of(model)
     _check(found, model, size, options.implementation)
     before = _attached.get(found)
-    attached = Attached(found, group_of(size), options.in_eval)
+    attached = SequenceAttachment(found, group_of(size), options.in_eval)
     if before is not None:
         # As a reference so far, in memory.
         before.detach()
@@ -104,16 +104,16 @@ def paused() -> Iterator[None]:
         _paused = before
 
 
-class Attached:
+class SequenceAttachment:
     """A model whose sequences are divided among the ranks of a group, until `detach`. `in_eval` says whether they are in evaluation too."""
 
-    def __init__(self, found: nn.Module, group: Group, in_eval: bool) -> None:
+    def __init__(self, found: nn.Module, group: SequenceGroup, in_eval: bool) -> None:
         self.group, self._in_eval = group, in_eval
         # Weak: the modules' dictionary below holds this object.
         self._model = weakref.ref(found)
         self._name = f"{type(found).__name__} with sequence_parallel_size"
         # Where a forward is: positions and padding of the whole sequence. None outside of one.
-        self.whole: Optional[_Whole] = None
+        self.whole: Optional[_WholeSequence] = None
         self._names = list(inspect.signature(found.forward).parameters)
         self._computes_loss = "loss_function" not in inspect.unwrap(type(found).forward).__code__.co_names
         text = found.config.get_text_config()
@@ -156,7 +156,7 @@ class Attached:
         padding = None if mask is None else torch.cat(self.group.gather((mask != 0).to(ids.device, torch.uint8)), dim=1).bool()
         if padding is not None:
             self._check_positions(positions, padding)
-        self.whole = _current.whole = _Whole(positions, padding)
+        self.whole = _current.whole = _WholeSequence(positions, padding)
         # With it the model leaves documents to the mask function below, which knows all of the sequence.
         return (), {**given, "attention_mask": torch.ones_like(ids), "use_cache": False}
 
@@ -206,7 +206,7 @@ class Attached:
             raise NotSupported(f"{name}: its forward computes the loss itself, and shifts labels: compute it from the logits and shift_labels")
 
 
-class _Whole:
+class _WholeSequence:
     """Positions of the whole sequence and its attention_mask, within one forward. As in transformers, documents are not looked for beside one."""
 
     def __init__(self, positions: torch.Tensor, padding: Optional[torch.Tensor]) -> None:
@@ -222,11 +222,11 @@ class _Whole:
 class _Current:
     """The forward of an attached model that is under way in this process."""
 
-    whole: Optional[_Whole] = None
+    whole: Optional[_WholeSequence] = None
 
 
 _current = _Current()
-_attached: "weakref.WeakKeyDictionary[nn.Module, Attached]" = weakref.WeakKeyDictionary()
+_attached: "weakref.WeakKeyDictionary[nn.Module, SequenceAttachment]" = weakref.WeakKeyDictionary()
 # transformers' own attention and mask functions, by their names, while ours are in their place.
 _replaced: dict[str, tuple[Optional[Callable], Callable]] = {}
 
@@ -305,7 +305,16 @@ def _attention(
 
 @torch.compiler.disable
 def _divided(
-    implementation: str, plain: Callable, attached: Attached, module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **given: Any
+    implementation: str,
+    plain: Callable,
+    attached: SequenceAttachment,
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *args: Any,
+    **given: Any,
 ) -> Any:
     """Attention on the whole sequence with a part of the heads, of all heads on a part of the sequence. The exchange is between compiled parts."""
     group, tokens, name = attached.group, query.shape[2] * attached.group.size, type(module).__name__

@@ -24,7 +24,7 @@ _TIMEOUT = datetime.timedelta(hours=1)
 IGNORED = -100
 
 
-class Group:
+class SequenceGroup:
     """The `size` neighbouring ranks that have the parts of one sequence, in the order of ranks; `rank` is this one's place among them."""
 
     def __init__(self, size: int) -> None:
@@ -83,30 +83,30 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-_group: Optional[Group] = None
+_group: Optional[SequenceGroup] = None
 
 
-def group_of(size: int) -> Group:
+def group_of(size: int) -> SequenceGroup:
     """The group of this rank. A process has sequences on one number of ranks. All ranks must call it."""
     global _group
     if _group is not None and _is_alive(_group) and _group.size != size:
         raise Error(f"sequence_parallel_size = {size}: sequences of this process lie on {_group.size} ranks already")
     if _group is None or not _is_alive(_group):
-        _group = Group(size)
+        _group = SequenceGroup(size)
     return _group
 
 
-def current() -> Optional[Group]:
+def current() -> Optional[SequenceGroup]:
     """The group of this rank, if one was made."""
     return _group if _group is not None and _is_alive(_group) else None
 
 
-def _is_alive(group: Group) -> bool:
+def _is_alive(group: SequenceGroup) -> bool:
     """Whether torch's groups are those of before: a script may have ended them."""
     return dist.is_initialized() and group.world is dist.group.WORLD
 
 
-def the_group() -> Group:
+def the_group() -> SequenceGroup:
     """The group of this rank. Raises `Error` where none was made."""
     found = current()
     if found is None:
@@ -118,7 +118,7 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of the first dimension, whose gradient is the same."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         ctx.group = group
         return group.all_to_all(tensor)
 
@@ -127,7 +127,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.group.all_to_all(grad), None
 
 
-def heads_for_tokens(states: torch.Tensor, group: Group) -> torch.Tensor:
+def heads_for_tokens(states: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """A part of the heads with the whole sequence, of all heads with a part of it: [batch, heads, tokens, size]."""
     batch, heads, tokens, size = states.shape
     by_rank = states.reshape(batch, group.size, heads // group.size, tokens, size).movedim(1, 0)
@@ -135,7 +135,7 @@ def heads_for_tokens(states: torch.Tensor, group: Group) -> torch.Tensor:
     return brought.movedim(0, 2).reshape(batch, heads // group.size, group.size * tokens, size)
 
 
-def tokens_for_heads(states: torch.Tensor, group: Group) -> torch.Tensor:
+def tokens_for_heads(states: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """All heads with a part of the sequence, of a part of the heads with the whole: [batch, tokens, heads, size], as attention returns it."""
     batch, tokens, heads, size = states.shape
     by_rank = states.reshape(batch, group.size, tokens // group.size, heads, size).movedim(1, 0)

@@ -8,7 +8,7 @@ import torch
 
 from ._errors import Error
 from ._sequence_attention import check_divided
-from ._sequence_groups import IGNORED, Group, the_group
+from ._sequence_groups import IGNORED, SequenceGroup, the_group
 
 
 class Loader:
@@ -22,7 +22,7 @@ class Loader:
     # Whether batches without labels are refused.
     _needs_labels = False
 
-    def __init__(self, loader: Iterable, group: Optional[Group] = None) -> None:
+    def __init__(self, loader: Iterable, group: Optional[SequenceGroup] = None) -> None:
         self.loader, self._group = loader, group or the_group()
         self._iterator: Optional[Iterator] = None
         # Parts that the next pass leaves out.

@@ -8,7 +8,7 @@ import torch
 
 from ._errors import Error
 from ._sequence_attention import check_divided
-from ._sequence_groups import IGNORED, Group, the_group
+from ._sequence_groups import IGNORED, SequenceGroup, the_group
 
 
 def mean(loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class _Mean(torch.autograd.Function):
     takes the mean of gradients over all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, counted: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, loss: torch.Tensor, counted: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         own = torch.where(counted > 0, loss.detach().double() * counted, 0.0)
         # The gradient of a division of nothing by nothing is no number, whatever it is multiplied by. That of cross_entropy is 0.
         divides = loss.grad_fn is not None and loss.grad_fn.name().startswith("Div")

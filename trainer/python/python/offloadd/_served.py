@@ -49,7 +49,7 @@ def positive(text: str) -> int:
     return value
 
 
-class Served:
+class ServedModel:
     """A prepared model and its tokenizer. `close` ends it; weights on drives stay for the next start."""
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -101,7 +101,7 @@ class Served:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def __enter__(self) -> "Served":
+    def __enter__(self) -> "ServedModel":
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -80,7 +80,7 @@ def adapt(model: nn.Module, rank: int) -> None:
         raise Error(f"--lora {rank}: the model has no linear layers; give a model's directory, or --trainable")
     for name, layer in layers:
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _Adapted(layer, rank))
+        setattr(model.get_submodule(parent), own, _AdaptedLayer(layer, rank))
 
 
 def freeze(model: nn.Module, trainable: int, wanted: Optional[Sequence]) -> None:
@@ -97,7 +97,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Brings a model to a type, but for adapters, which PEFT makes in float32."""
     model.to(dtype)
     for module in model.modules():
-        if isinstance(module, _Adapted):
+        if isinstance(module, _AdaptedLayer):
             module.down.float(), module.up.float()
 
 
@@ -108,7 +108,7 @@ def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, one) for name, one in found if one is not head]
 
 
-class _Adapted(nn.Module):
+class _AdaptedLayer(nn.Module):
     """A layer with an adapter beside it."""
 
     def __init__(self, layer: nn.Module, rank: int) -> None:
@@ -128,11 +128,11 @@ class _Adapted(nn.Module):
 
 
 def _of_quantized(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    out = _Dequantized.apply(x, layer.out_features)
+    out = _DequantizedProduct.apply(x, layer.out_features)
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-class _Dequantized(torch.autograd.Function):
+class _DequantizedProduct(torch.autograd.Function):
     """A product with a weight that is unpacked for it, in forward and in backward, and not kept."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch
 from ._commits import Commits
 from ._console import say
 from ._errors import Error
-from ._held import PARTIAL, Held
+from ._held import PARTIAL, GradientInTile
 from ._supported_optimizers import check_settings
 
 
@@ -74,7 +74,7 @@ class Steps:
                 found.append((0, 0, 1.0))
         return found
 
-    def _scales(self, came: Mapping[int, Held]) -> dict[int, float]:
+    def _scales(self, came: Mapping[int, GradientInTile]) -> dict[int, float]:
         """The factor of each parameter's gradient: what clipping and scaling made of its handle."""
         clipping, loss_scale = self._commits.settings.gradient_clipping, self._commits.reports.loss_scale or 1.0
         # Reading one that lies on a GPU waits for it.

@@ -10,7 +10,7 @@ from . import _muon
 from ._errors import Error, NotSupported
 from ._lion import Lion
 from ._muon import Muon
-from ._untrained import Untrained
+from ._untrained import NoOptimizer
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Any) -> None:
     kind, name = type(optimizer), name_of(type(optimizer))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
-    if kind not in (*_KINDS, Lion, Untrained) and name not in _LIONS:
+    if kind not in (*_KINDS, Lion, NoOptimizer) and name not in _LIONS:
         raise NotSupported(
             f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW or lion_pytorch.Lion only: {_instead(kind, name)}"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._packed import Packed, packed_of, users_of
+from ._packed import PackedParam, packed_of, users_of
 from ._storage import Access
 
 # Reached here without what a prepared model makes of `param.data`.
@@ -43,7 +43,7 @@ class Unit:
     # Whether it comes for a part of a block's forward: experts.
     apart: bool = False
     # Where each parameter has its bytes.
-    packed: list[Packed] = field(default_factory=list)
+    packed: list[PackedParam] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     # Elements of the parameters, the gaps between them included.
     elems: int = 0
@@ -76,7 +76,7 @@ class Unit:
         return f"Unit({self.name!r})"
 
     def __post_init__(self) -> None:
-        self.packed = self.packed or [Packed(param) for param in self.params]
+        self.packed = self.packed or [PackedParam(param) for param in self.params]
         self.parts = [one.part for one in self.packed]
         # While they are in memory.
         self.classes = [type(param) for param in self.params]

@@ -17,7 +17,7 @@ class WeightsDiffer(NotSupported):
     """A run has the frozen parameters of another model."""
 
 
-class Untrained(torch.optim.AdamW):
+class NoOptimizer(torch.optim.AdamW):
     """The optimizer of a run that trains nothing."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import NotSupported
-from ._released import AS_TENSORS, BEFORE, Released, in_transform
+from ._released import AS_TENSORS, BEFORE, ReleasedParam, in_transform
 
 _Tensor = torch.Tensor
 
@@ -128,6 +128,6 @@ def _get_data(param: nn.Parameter) -> _Tensor:
 
 def _set_data(param: nn.Parameter, value: _Tensor) -> None:
     found = _watches.get(id(param))
-    if found is not None and found._on and not found.may_move and not isinstance(param, Released) and value.data_ptr() != param.data_ptr():
+    if found is not None and found._on and not found.may_move and not isinstance(param, ReleasedParam) and value.data_ptr() != param.data_ptr():
         raise NotSupported(f"assigning .data of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {BEFORE}")
     _data.__set__(param, value)

@@ -89,7 +89,7 @@ class Strategy(DDPStrategy):
             self._run = prepare(module, self.optimizers[0], settings, run_dir=run_dir, resume=False)
         if module.automatic_optimization:
             # Lightning then calls its steps as the forward of what it finds here.
-            self.model = _Whole(module)
+            self.model = _WholeModule(module)
         self.setup_precision_plugin()
 
     def _is_open(self) -> bool:
@@ -229,7 +229,7 @@ def patch_strategy(module: Any) -> None:
     module.DeepSpeedStrategy = DeepSpeedStrategy
 
 
-class _Whole(nn.Module):
+class _WholeModule(nn.Module):
     """A module that calls another one: the engine sees a step of the LightningModule as one pass through all of it."""
 
     def __init__(self, module: nn.Module) -> None:

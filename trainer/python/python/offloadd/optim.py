@@ -28,7 +28,7 @@ from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room, plain
 from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
-from ._prepared_optimizer import Prepared
+from ._prepared_optimizer import PreparedOptimizer
 
 __all__ = ["AdamW", "Lion", "Muon", "clip_grad_norm_"]
 
@@ -42,7 +42,7 @@ _optimizers: "weakref.WeakSet[_Alone]" = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-class _Alone(Prepared):
+class _Alone(PreparedOptimizer):
     """What the optimizers here have in common: all but the update."""
 
     def _init(
@@ -140,7 +140,7 @@ class _Alone(Prepared):
     @state.setter
     def state(self, value: Any) -> None:
         if self._run is not None or value:
-            Prepared.state.fset(self, value)
+            PreparedOptimizer.state.fset(self, value)
 
     def state_dict(self) -> dict[str, Any]:
         """`state_dict` of the optimizer in PyTorch, with all of this rank's moments in host memory, and the fp32 master of 16-bit parameters that have
