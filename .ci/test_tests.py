@@ -294,6 +294,40 @@ class Words(unittest.TestCase):
         source = 'let lookout = \'"\'; // "lookout"\n\n#[cfg(test)]\nmod tests {\n    const A: &str = "lookout";\n}\n'
         self.assertEqual(self.faults({"README.md": "", "a/src/b.rs": source, "a/src/b/tests.rs": '"lookout"'}), [])
 
+    def identifier_faults(self, files, allowed=()):
+        with tempfile.TemporaryDirectory() as root:
+            for name, text in files.items():
+                path = pathlib.Path(root) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return words.identifier_faults(pathlib.Path(root), dict.fromkeys(allowed, "a reason"))
+
+    def test_two_types_of_one_name_in_a_crate_are_named(self):
+        own = {"a/Cargo.toml": "", "a/src/b.rs": "pub struct Job;\n", "a/src/c.rs": "impl D for E {\n    type Job = ();\n}\nenum Job {}\n"}
+        other = {"b/Cargo.toml": "", "b/src/lib.rs": "struct Job;\n#[cfg(test)]\nmod tests {}\nstruct Job;\n", "b/tests/job.rs": "struct Job;"}
+        package = f"{words.PACKAGE}/"
+        python = {f"{package}_a.py": "class Unit:\n", f"{package}_b.py": "class Unit:\n", "trainer/python/tests/toy.py": "class Unit:\n"}
+        found = self.identifier_faults(own | other | python)
+        self.assertEqual([line.partition(":")[0] for line in found], ["a/src/c.rs", f"{package}_b.py"])
+        self.assertTrue(found[0].startswith("a/src/c.rs:4: Job: the name of another type of a (a/src/b.rs:1): "), found[0])
+
+    def test_participles_alone_and_functions_that_say_nothing_are_named(self):
+        files = {
+            "a/src/b.rs": "struct Opened;\nstruct OpenFile;\nenum Held {}\n// fn of\nimpl OpenFile {\n    pub(crate) const fn of() {}\n    fn of_file() {}\n}\n",
+            f"{words.PACKAGE}/_a.py": "class _Kept:\n    def take(self):\n        pass\n",
+            "trainer/python/tests/test_a.py": "class Tied:\n    def look(self):\n        pass\n",
+            "a/target/c.rs": "fn of() {}",
+        }
+        names = [tuple(line.split(": ")[:2]) for line in self.identifier_faults(files)]
+        expected = [("a/src/b.rs:1", "Opened"), ("a/src/b.rs:3", "Held"), ("a/src/b.rs:6", "of")]
+        expected += [(f"{words.PACKAGE}/_a.py:1", "_Kept"), (f"{words.PACKAGE}/_a.py:2", "take"), ("trainer/python/tests/test_a.py:2", "look")]
+        self.assertEqual(names, expected)
+
+    def test_an_allowed_name_that_is_gone_leaves_the_list(self):
+        self.assertEqual(self.identifier_faults({"a/Cargo.toml": "", "a/src/b.rs": "struct Held;"}, [("a", "Held")]), [])
+        gone = self.identifier_faults({"a/Cargo.toml": "", "a/src/b.rs": "struct OpenFile;"}, [("a", "Held")])
+        self.assertEqual(gone, [".ci/words.py: a has no Held: take it out of ALLOWED"])
+
 
 class Cycles(unittest.TestCase):
     CRATE = {
