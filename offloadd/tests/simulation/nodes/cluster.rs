@@ -5,7 +5,7 @@ use offloadd::core::Event;
 use test_hooks::random::SimRandom;
 
 use super::Counts;
-use super::member::{Body, EndReason, Member, Shared};
+use super::member::{Body, ClusterKnowledge, EndReason, Member};
 use super::oracle::Oracle;
 use crate::disks::SimDisks;
 use crate::world::{World, formatted_with, job};
@@ -164,10 +164,10 @@ impl<'a> Cluster<'a> {
     fn with_world<T>(
         &mut self,
         at: usize,
-        run: impl FnOnce(&mut World, &mut Shared<'_>) -> T,
+        run: impl FnOnce(&mut World, &mut ClusterKnowledge<'_>) -> T,
     ) -> (T, Vec<Body>) {
         let changed = self.nodes.iter().any(|node| node.newest.is_some());
-        let mut shared = Shared {
+        let mut shared = ClusterKnowledge {
             changed,
             oracle: &mut self.oracle,
             counts: self.counts,

@@ -27,7 +27,7 @@ pub(super) enum Body {
 }
 
 /// Knowledge that does not belong to a single node.
-pub(super) struct Shared<'a> {
+pub(super) struct ClusterKnowledge<'a> {
     pub(super) oracle: &'a mut Oracle,
     pub(super) counts: &'a mut Counts,
     pub(super) random: &'a mut SimRandom,
@@ -37,7 +37,7 @@ pub(super) struct Shared<'a> {
     pub(super) sent: Vec<Body>,
 }
 
-impl Shared<'_> {
+impl ClusterKnowledge<'_> {
     fn count(&mut self, what: &'static str) {
         *self.counts.entry(what).or_default() += 1;
     }
@@ -139,7 +139,7 @@ impl Member {
         world: &mut World,
         [node, nodes, tiles]: [usize; 3],
         start: u64,
-        shared: &mut Shared<'_>,
+        shared: &mut ClusterKnowledge<'_>,
     ) -> Option<Self> {
         let local_ranks = 1 + shared.random.below(2) as u32;
         let mut ranks = Vec::new();
@@ -192,7 +192,7 @@ impl Member {
     pub(super) fn step(
         &mut self,
         world: &mut World,
-        shared: &mut Shared<'_>,
+        shared: &mut ClusterKnowledge<'_>,
     ) -> Result<(), EndReason> {
         match &mut self.stage {
             Stage::Gathering => return self.choose(world, shared),
@@ -243,7 +243,11 @@ impl Member {
     }
 
     /// Chooses the generation to resume from when all reports are there.
-    fn choose(&mut self, world: &mut World, shared: &mut Shared<'_>) -> Result<(), EndReason> {
+    fn choose(
+        &mut self,
+        world: &mut World,
+        shared: &mut ClusterKnowledge<'_>,
+    ) -> Result<(), EndReason> {
         let Some(held) = self
             .held
             .iter()
@@ -277,7 +281,7 @@ impl Member {
     }
 
     /// Compares every tile with what this node committed for the generation.
-    fn check_tiles(&mut self, world: &mut World, shared: &Shared<'_>) {
+    fn check_tiles(&mut self, world: &mut World, shared: &ClusterKnowledge<'_>) {
         let (generation, held) = (self.newest(), self.held[self.node].as_ref());
         let records = &held.expect("its own report").generations;
         let by = records.iter().find(|held| held.generation.0 == generation);
@@ -296,11 +300,11 @@ impl Member {
         }
     }
 
-    fn begin_generation(&mut self, shared: &mut Shared<'_>) {
+    fn begin_generation(&mut self, shared: &mut ClusterKnowledge<'_>) {
         self.stage = Stage::Working(1 + shared.random.below(self.tiles.len()));
     }
 
-    fn work(&mut self, world: &mut World, shared: &mut Shared<'_>) {
+    fn work(&mut self, world: &mut World, shared: &mut ClusterKnowledge<'_>) {
         self.take_completions(world, shared);
         let in_flight = self.writes.iter().flatten().flatten().count();
         match &mut self.stage {
@@ -313,7 +317,7 @@ impl Member {
         }
     }
 
-    fn write(&mut self, world: &mut World, shared: &mut Shared<'_>, early: bool) {
+    fn write(&mut self, world: &mut World, shared: &mut ClusterKnowledge<'_>, early: bool) {
         let tile = shared.random.below(self.tiles.len());
         let rank = tile % self.ranks.len();
         let (mut all, own) = (self.writes.iter().flatten().flatten(), &self.writes[rank]);
@@ -330,7 +334,7 @@ impl Member {
         world.submit_write(self.ranks[rank], generation, tile, slot as u32, seed);
     }
 
-    fn take_completions(&mut self, world: &mut World, shared: &mut Shared<'_>) {
+    fn take_completions(&mut self, world: &mut World, shared: &mut ClusterKnowledge<'_>) {
         for (rank, writes) in self.ranks.iter().zip(&mut self.writes) {
             while let Some(entry) = world.completion(*rank) {
                 let write = writes[entry.ticket as usize].take().expect("a write");
@@ -345,7 +349,7 @@ impl Member {
         }
     }
 
-    fn commit(&mut self, world: &mut World, shared: &mut Shared<'_>) {
+    fn commit(&mut self, world: &mut World, shared: &mut ClusterKnowledge<'_>) {
         let generation = self.newest() + 1;
         (shared.oracle).begin(self.node, generation, self.start, &self.tiles);
         let blob = [self.start.to_le_bytes(), generation.to_le_bytes()].concat();
@@ -354,7 +358,7 @@ impl Member {
     }
 
     /// Confirms the generation once all nodes have prepared it. A process may try to write the next one before.
-    fn confirm(&mut self, world: &mut World, shared: &mut Shared<'_>) {
+    fn confirm(&mut self, world: &mut World, shared: &mut ClusterKnowledge<'_>) {
         self.take_completions(world, shared);
         let generation = Generation(self.newest());
         if confirmable(&self.prepared) == generation {
@@ -366,7 +370,7 @@ impl Member {
     }
 
     /// Makes calls with the tokens of sessions that the daemon does not know any more.
-    pub(super) fn call_late(&self, world: &mut World, shared: &mut Shared<'_>) {
+    pub(super) fn call_late(&self, world: &mut World, shared: &mut ClusterKnowledge<'_>) {
         let generation = Generation(shared.oracle.newest_confirmed());
         for rank in &self.ranks {
             let token = rank.token;
