@@ -85,7 +85,7 @@ pub(crate) enum AfterChecksum {
 /// Slots lent to the kernel. The low half of a ticket is a place in this table; the high half tells the uses of a place apart.
 #[derive(Debug)]
 pub(crate) struct InFlightTable {
-    places: Vec<Option<(TicketId, InFlight)>>,
+    entries: Vec<Option<(TicketId, InFlight)>>,
     free: Vec<u32>,
     started: u32,
     swap_out_count: usize,
@@ -94,7 +94,7 @@ pub(crate) struct InFlightTable {
 impl InFlightTable {
     pub(crate) fn new(iodepth: u32) -> Self {
         Self {
-            places: (0..iodepth).map(|_| None).collect(),
+            entries: (0..iodepth).map(|_| None).collect(),
             free: (0..iodepth).rev().collect(),
             started: 0,
             swap_out_count: 0,
@@ -102,7 +102,7 @@ impl InFlightTable {
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.places.len() - self.free.len()
+        self.entries.len() - self.free.len()
     }
 
     /// Swap outs that belong to a generation, for which a commit waits.
@@ -120,13 +120,13 @@ impl InFlightTable {
         self.started = self.started.wrapping_add(1);
         let ticket = TicketId(u64::from(self.started) << 32 | u64::from(place));
         self.swap_out_count += usize::from(in_flight.is_of_a_generation());
-        self.places[place as usize] = Some((ticket, in_flight));
+        self.entries[place as usize] = Some((ticket, in_flight));
         ticket
     }
 
     /// The operation with this ticket, if it is in flight.
     pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Option<&mut InFlight> {
-        match self.places.get_mut(ticket.0 as u32 as usize)? {
+        match self.entries.get_mut(ticket.0 as u32 as usize)? {
             Some((expected, in_flight)) if *expected == ticket => Some(in_flight),
             _ => None,
         }
@@ -135,7 +135,7 @@ impl InFlightTable {
     /// Ends the operation with this ticket; `None` if it is not in flight.
     pub(crate) fn end(&mut self, ticket: TicketId) -> Option<InFlight> {
         let place = ticket.0 as u32;
-        let entry = self.places.get_mut(place as usize)?;
+        let entry = self.entries.get_mut(place as usize)?;
         if !matches!(entry, Some((expected, _)) if *expected == ticket) {
             return None;
         }

@@ -136,7 +136,7 @@ fn devices(config: &Config) -> Vec<Finding> {
         }
         Err(_) => opened,
     };
-    let together = match recover::identify(&mut DeviceBlocks(&opened)) {
+    let of_store = match recover::identify(&mut DeviceBlocks(&opened)) {
         Ok((devices, foreign_devices)) => {
             findings.extend(foreign_devices.iter().map(|foreign_device| {
                 let fix = "devices = [only those of the store]";
@@ -156,7 +156,7 @@ fn devices(config: &Config) -> Vec<Finding> {
             Finding::problem("devices", error.to_string(), fix)
         }
     };
-    findings.push(together);
+    findings.push(of_store);
     findings
 }
 

@@ -11,9 +11,9 @@ use crate::device::{Device, DeviceError};
 use crate::findings::Finding;
 
 /// Checks each place.
-pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
+pub(super) fn examine(roots: &Roots, paths: &[PathBuf]) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for place in places {
+    for place in paths {
         let what = format!("device {}", place.display());
         let (there, metadata) = match nearest(place) {
             Some(found) => found,

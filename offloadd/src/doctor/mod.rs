@@ -63,8 +63,8 @@ pub fn huge_pages(roots: &Roots) -> Option<String> {
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Checks the machine and `places`, which are devices or directories for them.
-pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
+/// Checks the machine and `paths`, which are devices or directories for them.
+pub fn examine(roots: &Roots, config: Option<&Config>, paths: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
     findings.extend(kernel::engines(roots));
     findings.push(kernel::huge_pages(roots));
@@ -73,7 +73,7 @@ pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Ve
         findings.push(memory::locking());
     }
     findings.push(memory::descriptors(config));
-    findings.extend(drives::examine(roots, places));
+    findings.extend(drives::examine(roots, paths));
     findings.extend(links::examine(roots));
     findings
 }

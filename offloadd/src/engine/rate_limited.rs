@@ -45,7 +45,7 @@ pub struct RateLimited {
     due: HashMap<IoId, (Instant, Instant)>,
     /// Operations that ended below and are not due, by time.
     next: BinaryHeap<Reverse<(Instant, IoId)>>,
-    held: HashMap<IoId, IoDone>,
+    early: HashMap<IoId, IoDone>,
     timer: OwnedFd,
     /// Readable when the engine below or the timer is.
     wake: OwnedFd,
@@ -80,7 +80,7 @@ impl RateLimited {
             limits,
             due: HashMap::new(),
             next: BinaryHeap::new(),
-            held: HashMap::new(),
+            early: HashMap::new(),
             timer,
             wake,
         })
@@ -130,7 +130,7 @@ impl RateLimited {
         for one in ended {
             let (due, _) = self.due[&one.id];
             self.next.push(Reverse((due, one.id)));
-            self.held.insert(one.id, one);
+            self.early.insert(one.id, one);
         }
         // The timer's signal is taken before the clock is read: an operation that becomes due in between signals again.
         let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
@@ -140,7 +140,7 @@ impl RateLimited {
         {
             self.next.pop();
             let (_, since) = self.due.remove(&id).expect("submitted");
-            let mut one = self.held.remove(&id).expect("ended");
+            let mut one = self.early.remove(&id).expect("ended");
             one.device_ns = since.elapsed().as_nanos() as u64;
             done.push(one);
         }

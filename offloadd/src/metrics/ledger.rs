@@ -69,7 +69,7 @@ pub struct Ledger {
     judged: Instant,
     devices: Vec<DeviceLedger>,
     jobs: Vec<JobLedger>,
-    places: HashMap<(u32, JobName), usize>,
+    indices: HashMap<(u32, JobName), usize>,
     /// Free places of deleted jobs.
     free: Vec<usize>,
     inflight: HashMap<IoId, InFlight>,
@@ -146,7 +146,7 @@ impl Ledger {
             judged: now,
             devices: devices.iter().map(device).collect(),
             jobs: Vec::new(),
-            places: HashMap::new(),
+            indices: HashMap::new(),
             free: Vec::new(),
             inflight: HashMap::new(),
             endurance,
@@ -196,7 +196,7 @@ impl Ledger {
     /// Finds or makes the index of a job.
     pub fn place(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let key = (uid, name.clone());
-        JobPlace(match self.places.get(&key) {
+        JobPlace(match self.indices.get(&key) {
             Some(place) => *place,
             None => self.new_place(key),
         })
@@ -213,10 +213,10 @@ impl Ledger {
         } else {
             let place = self.least_missed();
             let before = std::mem::replace(&mut self.jobs[place], new);
-            self.places.remove(&(before.uid, before.name));
+            self.indices.remove(&(before.uid, before.name));
             place
         };
-        self.places.insert(key, place);
+        self.indices.insert(key, place);
         place
     }
 
@@ -353,7 +353,7 @@ impl Ledger {
 
     /// Forgets a deleted job; a later one of the same name is another job.
     pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
-        let Some(place) = self.places.remove(&(uid, name.clone())) else {
+        let Some(place) = self.indices.remove(&(uid, name.clone())) else {
             return;
         };
         let job = &mut self.jobs[place];
@@ -427,7 +427,7 @@ impl Ledger {
     }
 
     fn counted(&self, state: &JobState) -> Option<&JobLedger> {
-        let place = self.places.get(&(state.uid, state.job.clone()))?;
+        let place = self.indices.get(&(state.uid, state.job.clone()))?;
         Some(&self.jobs[*place])
     }
 

@@ -53,7 +53,7 @@ pub struct Queue {
     devices: Vec<DeviceQueue>,
     wholes: Vec<Option<Whole>>,
     /// Place of each operation in `wholes`.
-    places: HashMap<IoId, usize>,
+    indices: HashMap<IoId, usize>,
     free: Vec<usize>,
     flushes: VecDeque<usize>,
     /// Operations of which something is not handed over yet.
@@ -149,7 +149,7 @@ impl Queue {
         Self {
             devices: devices.iter().map(DeviceQueue::new).collect(),
             wholes: Vec::new(),
-            places: HashMap::new(),
+            indices: HashMap::new(),
             free: Vec::new(),
             flushes: VecDeque::new(),
             waiting_count: 0,
@@ -173,7 +173,7 @@ impl Queue {
             self.wholes.len() - 1
         });
         let (device, op, bytes) = (io.device, io.op, io.bytes);
-        let before = self.places.insert(io.id, place);
+        let before = self.indices.insert(io.id, place);
         assert_eq!(before, None, "{:?} is in flight already", io.id);
         let piece_bytes = match io.memory {
             Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
@@ -201,7 +201,7 @@ impl Queue {
     /// Changes the priority of an operation: its pieces that wait go behind those of the new priority. Does nothing for one
     /// that was handed over or has ended. Takes constant time.
     pub fn promote(&mut self, io: IoId, priority: Priority) {
-        let Some(&place) = self.places.get(&io) else {
+        let Some(&place) = self.indices.get(&io) else {
             return;
         };
         let whole = self.wholes[place].as_mut().expect("known by its id");
@@ -277,7 +277,7 @@ impl Queue {
         }
         let whole = self.wholes[place].take().expect("just seen");
         self.free.push(place);
-        self.places.remove(&id);
+        self.indices.remove(&id);
         let since = whole.since.expect("it was handed over");
         Some(IoDone {
             id,

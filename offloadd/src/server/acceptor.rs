@@ -38,7 +38,7 @@ impl Acceptor {
     /// Starts the thread. It sends what it admits; [`ConnectionCounts`] bounds how many wait there.
     pub(super) fn start(
         listener: UnixListener,
-        places: ConnectionCounts,
+        connections: ConnectionCounts,
     ) -> io::Result<(Self, UnboundedReceiver<AdmittedConnection>)> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags)?);
@@ -46,7 +46,7 @@ impl Acceptor {
         let stopped = stop.clone();
         std::thread::Builder::new()
             .name("accept".into())
-            .spawn(move || accept_all(&listener, &stopped, &places, &admitted))?;
+            .spawn(move || accept_all(&listener, &stopped, &connections, &admitted))?;
         Ok((Self { stop }, receiver))
     }
 }
@@ -61,7 +61,7 @@ impl Drop for Acceptor {
 fn accept_all(
     listener: &UnixListener,
     stop: &OwnedFd,
-    places: &ConnectionCounts,
+    connections: &ConnectionCounts,
     admitted: &UnboundedSender<AdmittedConnection>,
 ) {
     loop {
@@ -79,7 +79,7 @@ fn accept_all(
         for _ in 0..ACCEPTS_A_TURN {
             match accept(listener) {
                 Ok(Some((stream, peer))) => {
-                    if let Some(place) = places.admit(peer) {
+                    if let Some(place) = connections.admit(peer) {
                         let one = AdmittedConnection {
                             stream,
                             peer,

@@ -165,9 +165,10 @@ pub async fn serve(
     about: About,
     stop: watch::Receiver<bool>,
 ) -> Result<(), ServeError> {
-    let places = ConnectionCounts::new(about.sessions_max);
+    let connections = ConnectionCounts::new(about.sessions_max);
     let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
-    let (_acceptor, admitted) = Acceptor::start(listener, places).map_err(ServeError::Acceptor)?;
+    let (_acceptor, admitted) =
+        Acceptor::start(listener, connections).map_err(ServeError::Acceptor)?;
     let incoming = UnboundedReceiverStream::new(admitted).filter_map(|one| {
         let stream = PeerStream::from_admitted(one);
         // An error would end the server; the connection is closed.

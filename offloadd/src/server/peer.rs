@@ -119,7 +119,7 @@ pub(super) struct ConnectionCounts {
 /// One of a user's permitted connections; released on drop.
 #[derive(Debug)]
 pub(super) struct ConnectionPermit {
-    places: ConnectionCounts,
+    connections: ConnectionCounts,
     uid: u32,
 }
 
@@ -156,7 +156,7 @@ impl ConnectionCounts {
         }
         *count += 1;
         Some(ConnectionPermit {
-            places: self.clone(),
+            connections: self.clone(),
             uid,
         })
     }
@@ -164,7 +164,11 @@ impl ConnectionCounts {
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        let mut counts = self.places.counts.lock().unwrap_or_else(|e| e.into_inner());
+        let mut counts = self
+            .connections
+            .counts
+            .lock()
+            .unwrap_or_else(|e| e.into_inner());
         let count = counts.get_mut(&self.uid).expect("taken");
         *count -= 1;
         if *count == 0 {

@@ -366,7 +366,7 @@ pub(crate) struct SimEngine {
     /// A device whose operations nearly always end after those of the others.
     pub(crate) slow: Option<DeviceIndex>,
     /// A range in which operations do not end until this is removed.
-    pub(crate) held: Option<(DeviceIndex, Range<u64>)>,
+    pub(crate) blocked: Option<(DeviceIndex, Range<u64>)>,
     /// Operations that ended in a freed arena, whose memory may belong to another session by then.
     pub(crate) strays_count: usize,
 }
@@ -392,7 +392,7 @@ impl SimEngine {
             inflight: Vec::new(),
             done: Vec::new(),
             slow: None,
-            held: None,
+            blocked: None,
             strays_count: 0,
         }
     }
@@ -450,7 +450,7 @@ impl SimEngine {
     /// Executes one of the operations. Returns false if there is none.
     fn do_one(&mut self, random: &mut SimRandom) -> bool {
         let is_held = |io: &SimIo| {
-            let held = self.held.as_ref();
+            let held = self.blocked.as_ref();
             held.is_some_and(|(device, range)| *device == io.device && range.contains(&io.offset))
         };
         let free = self
@@ -498,7 +498,7 @@ impl SimEngine {
 
     /// Cuts the power, or with `power` false only kills the daemon: its operations in flight happen or not, and executed writes stay.
     pub(crate) fn crash(&mut self, random: &mut SimRandom, power: bool) {
-        self.held = None;
+        self.blocked = None;
         let mut torn = Vec::new();
         while !self.inflight.is_empty() {
             if power {

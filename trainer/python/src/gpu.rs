@@ -368,7 +368,7 @@ impl GpuMover {
             Ok((gpu, pinned, sums, streams))
         });
         let (gpu, pinned, sums, [room, up, down]) = opened.map_err(gpu_failed)?;
-        let mover = Mover::start(core.get().held.clone());
+        let mover = Mover::start(core.get().run.clone());
         let mover = mover.map_err(|error| Error::new_err(format!("starting a thread: {error}")))?;
         if core.get().mover.set(mover).is_err() {
             return Err(Error::new_err("this run has a GPU already"));

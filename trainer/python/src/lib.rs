@@ -153,7 +153,7 @@ impl Daemon {
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
 #[pyclass(frozen)]
 struct Core {
-    held: Arc<Mutex<Option<OpenRun>>>,
+    run: Arc<Mutex<Option<OpenRun>>>,
     /// Set while a GPU computes; other calls wait until its jobs have ended.
     mover: MoverCell,
     /// The process that opened the run. A fork of it shares the daemon's memory and has none of the threads.
@@ -170,7 +170,7 @@ struct Core {
 
 impl Core {
     fn lock(&self) -> MutexGuard<'_, Option<OpenRun>> {
-        self.held
+        self.run
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -185,8 +185,8 @@ impl Core {
         py: Python<'_>,
         call: impl Send + FnOnce(&mut OpenRun) -> Result<T, SwapperError>,
     ) -> PyResult<T> {
-        self.with_any(py, |held| {
-            call(held).map_err(|error| self.signals.exception(error))
+        self.with_any(py, |run| {
+            call(run).map_err(|error| self.signals.exception(error))
         })
     }
 
@@ -205,10 +205,10 @@ impl Core {
             mover.settle(py)?;
         }
         py.detach(|| match self.lock().as_mut() {
-            Some(held) => {
+            Some(run) => {
                 let began = Instant::now();
-                let result = call(held);
-                held.clock.called(began.elapsed());
+                let result = call(run);
+                run.clock.called(began.elapsed());
                 result
             }
             None => Err(Error::new_err("the run is closed")),
@@ -228,9 +228,9 @@ impl Drop for Core {
     fn drop(&mut self) {
         if self.is_forked() {
             // Where a GPU computes, the clone of the thread that moves units outlives this one.
-            if let Some(held) = Arc::get_mut(&mut self.held) {
-                let held = held.get_mut().unwrap_or_else(|p| p.into_inner());
-                std::mem::forget(held.take());
+            if let Some(run) = Arc::get_mut(&mut self.run) {
+                let run = run.get_mut().unwrap_or_else(|p| p.into_inner());
+                std::mem::forget(run.take());
             }
         }
     }
@@ -268,17 +268,17 @@ impl Core {
         };
         let daemon = daemon.and_then(take);
         let exchange = exchange.map(|exchange| exchange.get().mailbox());
-        let (mut held, opened) = py.detach(|| open(plan, socket, daemon, exchange))?;
+        let (mut run, opened) = py.detach(|| open(plan, socket, daemon, exchange))?;
         let signals = Signals::default();
         let asks = signals.clone();
-        held.swapper.set_interrupt(move || asks.raised());
+        run.swapper.set_interrupt(move || asks.raised());
         let blob = |blob: Option<Vec<u8>>| blob.map(|blob| PyBytes::new(py, &blob).unbind());
         let core = Self {
             engine: opened.engine,
             host_bytes: opened.memory.host_bytes(),
             device_bytes: opened.memory.table_bytes,
-            canceller: held.swapper.canceller(),
-            held: Arc::new(Mutex::new(Some(held))),
+            canceller: run.swapper.canceller(),
+            run: Arc::new(Mutex::new(Some(run))),
             mover: MoverCell::new(),
             process: std::process::id(),
             signals,
@@ -294,20 +294,20 @@ impl Core {
     /// Begins to give every unit its first content: `fill` of each in order must follow, then `end_fill`, which commits with
     /// `blob`.
     fn begin_fill(&self, py: Python<'_>, blob: Vec<u8>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.begin_fill(blob))
+        self.with(py, |run| run.swapper.begin_fill(blob))
     }
 
     /// Applies pending updates, commits, and begins to give trained `units` other parameters: `rewrite` of each in this order
     /// must follow, then `end_fill`, which commits all of them at once with `blob`.
     fn begin_rewrite(&self, py: Python<'_>, units: Vec<usize>, blob: Vec<u8>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.begin_rewrite(&units, blob))
+        self.with(py, |run| run.swapper.begin_rewrite(&units, blob))
     }
 
     /// Writes `unit`'s parameters, which lie at `address`, to its tiles.
     fn fill(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
-        self.with(py, |held| {
-            let format = held.formats[unit];
-            held.write(unit, address, |from, tile| {
+        self.with(py, |run| {
+            let format = run.formats[unit];
+            run.write(unit, address, |from, tile| {
                 update::init(&format, from, tile)
             })
         })
@@ -321,9 +321,9 @@ impl Core {
         address: usize,
         params: Vec<usize>,
     ) -> PyResult<()> {
-        self.with(py, |held| {
-            let (format, params) = (held.formats[unit], held.whole_params(unit, &params));
-            held.write(unit, address, |from, tile| {
+        self.with(py, |run| {
+            let (format, params) = (run.formats[unit], run.whole_params(unit, &params));
+            run.write(unit, address, |from, tile| {
                 update::rewrite(&format, &params, from, tile);
             })
         })
@@ -339,11 +339,11 @@ impl Core {
         params: Vec<usize>,
         with_master: Vec<usize>,
     ) -> PyResult<()> {
-        self.with(py, |held| {
-            let format = held.formats[unit];
+        self.with(py, |run| {
+            let format = run.formats[unit];
             let [params, with_master] =
-                [params, with_master].map(|params| held.whole_params(unit, &params));
-            held.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
+                [params, with_master].map(|params| run.whole_params(unit, &params));
+            run.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
                 for tile in tiles {
                     let elems = &tile.range.elems;
                     let [master, moments @ ..] =
@@ -358,20 +358,20 @@ impl Core {
 
     /// Commits what `begin_fill` or `begin_rewrite` began.
     fn end_fill(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.end_fill())
+        self.with(py, |run| run.swapper.end_fill())
     }
 
     /// Begins a step: gradients of one that was not finished are dropped.
     fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.begin_step(StepProgram::default()))
+        self.with(py, |run| run.swapper.begin_step(StepProgram::default()))
     }
 
     /// Announces what comes next, as (whether gradients come, unit); gradients of the present step stay.
     fn announce(&self, py: Python<'_>, ops: Vec<(bool, usize)>) -> PyResult<()> {
-        let announce = move |held: &mut OpenRun| held.swapper.begin_pass(program(&ops)?);
+        let announce = move |run: &mut OpenRun| run.swapper.begin_pass(program(&ops)?);
         match self.mover.get() {
             Some(mover) => {
-                mover.post(move |held| Ok(announce(held)?));
+                mover.post(move |run| Ok(announce(run)?));
                 Ok(())
             }
             None => self.with(py, announce),
@@ -380,9 +380,9 @@ impl Core {
 
     /// Writes `unit`'s parameters at `address`, all pending updates applied.
     fn gather(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
-        self.with(py, |held| {
-            let bytes = held.formats[unit].param_bytes;
-            held.swapper.gather(unit, |parts| {
+        self.with(py, |run| {
+            let bytes = run.formats[unit].param_bytes;
+            run.swapper.gather(unit, |parts| {
                 for (elems, param) in parts {
                     memory::write(address, elems, bytes, param);
                 }
@@ -394,9 +394,9 @@ impl Core {
     /// Takes `unit`'s gradients at `address` and adds them to those of this step. Returns the sum of squares of each
     /// parameter's sum so far in this rank's tiles.
     fn scatter(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<Vec<f64>> {
-        self.with(py, |held| {
-            let add = held.swapper.has_gradients(unit);
-            held.gradients(unit, |grads, elems, sum| {
+        self.with(py, |run| {
+            let add = run.swapper.has_gradients(unit);
+            run.gradients(unit, |grads, elems, sum| {
                 let grad = memory::elements(address, elems, grads.elem_bytes());
                 match add {
                     true => update::add(grads, grad, sum),
@@ -409,8 +409,8 @@ impl Core {
     /// Copies the gradients of this step that `unit` has to `address`, as far as this rank has its tiles. An announced scatter
     /// that changes nothing.
     fn read_gradients(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
-        self.with(py, |held| {
-            held.gradients(unit, |grads, elems, sum| {
+        self.with(py, |run| {
+            run.gradients(unit, |grads, elems, sum| {
                 memory::write(address, elems, grads.elem_bytes(), sum);
             })
             .map(drop)
@@ -419,8 +419,8 @@ impl Core {
 
     /// Gives `unit` the gradients at `address` in place of those of this step that it has. Returns what `scatter` does.
     fn write_gradients(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<Vec<f64>> {
-        self.with(py, |held| {
-            held.gradients(unit, |grads, elems, sum| {
+        self.with(py, |run| {
+            run.gradients(unit, |grads, elems, sum| {
                 sum.copy_from_slice(memory::elements(address, elems, grads.elem_bytes()));
             })
         })
@@ -429,12 +429,12 @@ impl Core {
     /// Copies fp32 masters, momentum and variance of trained `units`, each with three addresses of fp32 numbers for the
     /// whole unit, as far as this rank has its tiles. Moments that the rule does not have are not written. Commits nothing.
     fn read_state(&self, py: Python<'_>, units: Vec<(usize, [usize; 3])>) -> PyResult<()> {
-        self.with(py, |held| {
-            let formats = &held.formats;
+        self.with(py, |run| {
+            let formats = &run.formats;
             let mut left = units.iter();
             let mut now = left.next();
             let numbers: Vec<usize> = units.iter().map(|(unit, _)| *unit).collect();
-            held.swapper
+            run.swapper
                 .visit_units(&numbers, &mut |range, param, state| {
                     while now.is_some_and(|(unit, _)| *unit != range.unit) {
                         now = left.next();
@@ -457,10 +457,10 @@ impl Core {
         groups: Vec<(f64, f64, f64, f64, f64)>,
         of_params: Vec<(usize, u64, f64)>,
     ) -> PyResult<()> {
-        self.with(py, |held| {
+        self.with(py, |run| {
             let hyper = StepHyper::new(&groups, &of_params);
-            held.io = StepIo::default();
-            held.io = held.swapper.finish_unsealed(Some(hyper))?;
+            run.io = StepIo::default();
+            run.io = run.swapper.finish_unsealed(Some(hyper))?;
             Ok(())
         })
     }
@@ -468,8 +468,8 @@ impl Core {
     /// The program enters a phase: 1 forward, 2 backward, 0 anything else.
     fn phase(&self, py: Python<'_>, phase: usize) {
         py.detach(|| {
-            if let Some(held) = self.lock().as_mut() {
-                held.clock.enter(phase);
+            if let Some(run) = self.lock().as_mut() {
+                run.clock.enter(phase);
             }
         });
     }
@@ -485,9 +485,9 @@ impl Core {
         csv: Option<PathBuf>,
         wall_clock_breakdown: bool,
     ) -> PyResult<Option<String>> {
-        self.with_any(py, |held| {
-            held.reporter.open(
-                &held.plan.run_dir,
+        self.with_any(py, |run| {
+            run.reporter.open(
+                &run.plan.run_dir,
                 step,
                 samples,
                 tensorboard,
@@ -511,10 +511,10 @@ impl Core {
         loss_scale: Option<f64>,
         skipped: bool,
     ) -> PyResult<StepFacts> {
-        self.with_any(py, |held| {
-            held.reporter.report(
-                &mut held.clock,
-                &held.io,
+        self.with_any(py, |run| {
+            run.reporter.report(
+                &mut run.clock,
+                &run.io,
                 &Step {
                     step,
                     samples,
@@ -531,8 +531,8 @@ impl Core {
     /// Copies this rank's trained tiles into `dir`, which exists. Returns what `describe` needs of each rank: the file, as JSON,
     /// and a fingerprint of the frozen tiles.
     fn save(&self, py: Python<'_>, dir: PathBuf) -> PyResult<(String, u64)> {
-        self.with_any(py, |held| {
-            let (file, frozen) = checkpoint::save(&mut held.swapper, &held.plan, &dir)
+        self.with_any(py, |run| {
+            let (file, frozen) = checkpoint::save(&mut run.swapper, &run.plan, &dir)
                 .map_err(|error| self.checkpoint_error(error))?;
             Ok((serde_json::to_string(&file).expect("plain data"), frozen))
         })
@@ -554,34 +554,34 @@ impl Core {
         let broken = |e: serde_json::Error| Error::new_err(e.to_string());
         let state = serde_json::from_str(state).map_err(broken)?;
         let files = serde_json::from_str(files).map_err(broken)?;
-        self.with_any(py, |held| {
-            checkpoint::describe(&held.plan, &dir, step, unix_s, state, files, frozen)
+        self.with_any(py, |run| {
+            checkpoint::describe(&run.plan, &dir, step, unix_s, state, files, frozen)
                 .map_err(checkpoint::exception)
         })
     }
 
     /// A fingerprint of this rank's frozen tiles.
     fn frozen(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |held| checkpoint::frozen(&mut held.swapper, &held.plan))
+        self.with(py, |run| checkpoint::frozen(&mut run.swapper, &run.plan))
     }
 
     /// Fills this rank's trained tiles from the checkpoint in `dir` and commits them with `blob`. `frozen` is the sum of all
     /// ranks' fingerprints.
     fn load(&self, py: Python<'_>, dir: PathBuf, blob: Vec<u8>, frozen: u64) -> PyResult<()> {
-        self.with_any(py, |held| {
-            checkpoint::load(&mut held.swapper, &held.plan, &dir, blob, frozen)
+        self.with_any(py, |run| {
+            checkpoint::load(&mut run.swapper, &run.plan, &dir, blob, frozen)
                 .map_err(|error| self.checkpoint_error(error))
         })
     }
 
     /// Brings what is committed with the step that ended.
     fn seal(&self, py: Python<'_>, blob: Vec<u8>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.seal(blob))
+        self.with(py, |run| run.swapper.seal(blob))
     }
 
     /// Applies pending updates and commits.
     fn drain(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.drain())
+        self.with(py, |run| run.swapper.drain())
     }
 
     /// Ends in order; what was not drained is lost. Does nothing the second time and in a fork.
@@ -590,7 +590,7 @@ impl Core {
             return Ok(());
         }
         py.detach(|| match self.lock().take() {
-            Some(held) => held.swapper.close().map_err(failed),
+            Some(run) => run.swapper.close().map_err(failed),
             None => Ok(()),
         })
     }

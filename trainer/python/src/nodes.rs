@@ -22,8 +22,8 @@ use crate::errors::Error;
 
 /// The first rank of each node, from every rank's number on its node and number of ranks there.
 #[pyfunction]
-pub(crate) fn first_ranks(places: Vec<[u64; 2]>) -> PyResult<Vec<u32>> {
-    ranks::first_ranks(&places).map_err(|error| Error::new_err(error.to_string()))
+pub(crate) fn first_ranks(local_numbers: Vec<[u64; 2]>) -> PyResult<Vec<u32>> {
+    ranks::first_ranks(&local_numbers).map_err(|error| Error::new_err(error.to_string()))
 }
 
 /// The directory of a node of the run in `run_dir`, and the name of its job; `job` is the first node's.

@@ -392,7 +392,7 @@ pub(crate) fn open(
         // Without the file a later plan assumes rates.
         let _ = measured.write(&plan.run_dir);
     }
-    let held = OpenRun {
+    let run = OpenRun {
         reporter: Reporter::new(&settings, bytes, &opened),
         clock: Clock::new(),
         io: StepIo::default(),
@@ -402,5 +402,5 @@ pub(crate) fn open(
         arena: opened.arena.clone(),
         _daemon: daemon,
     };
-    Ok((held, opened))
+    Ok((run, opened))
 }

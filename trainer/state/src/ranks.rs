@@ -106,8 +106,8 @@ impl Ranks {
         local_ranks: u32,
     ) -> Result<Self, RankError> {
         let one_node = Self::new(group);
-        let places = one_node.numbers([local_rank, local_ranks].map(u64::from))?;
-        let first_ranks = first_ranks(&places)?;
+        let local_numbers = one_node.numbers([local_rank, local_ranks].map(u64::from))?;
+        let first_ranks = first_ranks(&local_numbers)?;
         Ok(Self {
             first_ranks: first_ranks.into(),
             ..one_node
@@ -313,19 +313,19 @@ impl Ranks {
 ///
 /// # Errors
 /// The ranks of a node do not follow each other.
-pub fn first_ranks(places: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
+pub fn first_ranks(local_numbers: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
     let mut first_ranks: Vec<u32> = Vec::new();
-    for (rank, &[local_rank, local_ranks]) in (0..).zip(places) {
+    for (rank, &[local_rank, local_ranks]) in (0..).zip(local_numbers) {
         let follows = match first_ranks.last() {
             Some(&first) if local_rank > 0 => {
-                let [_, expected] = places[first as usize];
+                let [_, expected] = local_numbers[first as usize];
                 u64::from(rank - first) == local_rank && local_ranks == expected
             }
             // A node begins: the one before must be complete.
-            Some(&first) => u64::from(rank - first) == places[first as usize][1],
+            Some(&first) => u64::from(rank - first) == local_numbers[first as usize][1],
             None => local_rank == 0,
         };
-        let is_whole = local_rank + 1 == local_ranks || rank as usize + 1 < places.len();
+        let is_whole = local_rank + 1 == local_ranks || rank as usize + 1 < local_numbers.len();
         if !follows || local_rank >= local_ranks || !is_whole {
             return Err(RankError::Nodes {
                 rank,
@@ -433,7 +433,7 @@ pub(crate) mod tests {
     #[test]
     fn each_rank_knows_its_node() {
         let counts = [2u32, 1, 3];
-        let places: Vec<[u32; 2]> = counts
+        let local_numbers: Vec<[u32; 2]> = counts
             .iter()
             .flat_map(|&count| (0..count).map(move |local| [local, count]))
             .collect();
@@ -442,7 +442,7 @@ pub(crate) mod tests {
             let threads: Vec<_> = (0..6u32)
                 .map(|rank| {
                     let shared = shared.clone();
-                    let [local_rank, local_ranks] = places[rank as usize];
+                    let [local_rank, local_ranks] = local_numbers[rank as usize];
                     scope.spawn(move || {
                         let group = Arc::new(Threads { rank, shared });
                         let ranks = Ranks::on_nodes(group, local_rank, local_ranks).unwrap();
@@ -477,7 +477,7 @@ pub(crate) mod tests {
 
     #[test]
     fn ranks_that_are_not_numbered_node_by_node_are_refused() {
-        let refused = |places: &[[u64; 2]]| match first_ranks(places) {
+        let refused = |local_numbers: &[[u64; 2]]| match first_ranks(local_numbers) {
             Err(RankError::Nodes { rank, .. }) => rank,
             other => panic!("{other:?}"),
         };

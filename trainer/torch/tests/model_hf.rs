@@ -45,7 +45,7 @@ impl Training {
         let engine = Engine::new(&config, Dtype::Fp32, seq_len).unwrap();
         let bytes = std::fs::read(dir.join(name).join("model.safetensors")).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
-        let places = names::places(&config);
+        let places = names::param_locations(&config);
         let units = engine.units().iter().zip(&places);
         let weights = units.map(|(unit, places)| read(unit, places, &file));
         let states = engine.units().iter().enumerate().map(|(number, unit)| {
@@ -266,7 +266,7 @@ fn packed_documents_match_the_library(name: &str) {
     near("loss", loss, theirs, theirs);
     // Norm of a gradient and its product with cos(i). A tensor of the file may hold several parameters.
     let mut found: BTreeMap<String, [f64; 2]> = BTreeMap::new();
-    let places = names::places(training.engine.config());
+    let places = names::param_locations(training.engine.config());
     let units = training.engine.units().iter().zip(&places);
     for ((unit, places), sink) in units.zip(&mut training.sinks) {
         let mut flat = UnitWeights::new(unit, Dtype::Fp32).unwrap();

@@ -81,7 +81,7 @@ impl Admission<'_> {
         sessions.filter(move |session| whose.has(&session.key))
     }
 
-    fn held(&self, whose: QuotaHolder<'_>) -> ResourceUse {
+    fn usage(&self, whose: QuotaHolder<'_>) -> ResourceUse {
         self.sessions_of(whose)
             .fold(ResourceUse::default(), |held, session| ResourceUse {
                 host_bytes: held.host_bytes + session.geometry.arena_bytes(),
@@ -91,7 +91,7 @@ impl Admission<'_> {
     }
 
     /// Bytes on all devices, of jobs and of sessions' own tiles.
-    fn held_on_devices(&self, whose: QuotaHolder<'_>) -> u64 {
+    fn usage_on_devices(&self, whose: QuotaHolder<'_>) -> u64 {
         let jobs = self.jobs.iter().filter(|job| whose.has(&job.key));
         let reserved = jobs.map(Job::reserved_bytes);
         let scratch = self.sessions_of(whose).map(Session::scratch_bytes);
@@ -109,14 +109,14 @@ impl Admission<'_> {
         let free = self.arena_free_bytes();
         let whose = QuotaHolder::User(peer.uid);
         match self.quotas.for_user(peer.uid).host_bytes_max {
-            Some(max) => free.min(max.saturating_sub(self.held(whose).host_bytes)),
+            Some(max) => free.min(max.saturating_sub(self.usage(whose).host_bytes)),
             None => free,
         }
     }
 
     /// Bytes that a new job of `peer` may reserve where the devices have `free_bytes`.
     pub(in crate::core) fn device_free_bytes_of(&self, peer: Peer, free_bytes: u64) -> u64 {
-        let held_bytes = || self.held_on_devices(QuotaHolder::User(peer.uid));
+        let held_bytes = || self.usage_on_devices(QuotaHolder::User(peer.uid));
         match self.quotas.for_user(peer.uid).device_bytes_max {
             Some(max) => free_bytes.min(max.saturating_sub(held_bytes())),
             None => free_bytes,
@@ -126,7 +126,7 @@ impl Admission<'_> {
     /// Sessions that `peer` may still open.
     pub(in crate::core) fn session_free_count_of(&self, peer: Peer) -> u32 {
         let free = (self.limits.sessions_max).saturating_sub(self.sessions.len() as u32);
-        let held = self.held(QuotaHolder::User(peer.uid)).sessions;
+        let held = self.usage(QuotaHolder::User(peer.uid)).sessions;
         free.min(self.sessions_max_of(peer.uid).saturating_sub(held))
     }
 
@@ -223,7 +223,7 @@ impl Admission<'_> {
     ) -> Result<u32, Fault> {
         let mut iodepth = open.iodepth.min(self.limits.iodepth_max);
         for (whose, quota) in self.quotas_of(key) {
-            let held = self.held(whose);
+            let held = self.usage(whose);
             let sessions_max = match whose {
                 QuotaHolder::User(uid) => Some(self.sessions_max_of(uid)),
                 QuotaHolder::Job(_) => quota.sessions_max,
@@ -293,7 +293,7 @@ impl Admission<'_> {
             let Some(max) = quota.device_bytes_max else {
                 continue;
             };
-            let held = self.held_on_devices(whose);
+            let held = self.usage_on_devices(whose);
             if held.saturating_add(bytes) > max {
                 let what = format!(
                     "job {} needs {} on devices; {whose} {}",

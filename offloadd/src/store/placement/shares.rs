@@ -41,9 +41,9 @@ impl Space {
         let mut shares = vec![0; count];
         let mut open: Vec<usize> = (0..count).collect();
         loop {
-            let together: u128 = open.iter().map(|&device| rates[device]).sum();
+            let all_rates: u128 = open.iter().map(|&device| rates[device]).sum();
             let room = |device: usize| self.devices[device].room_bytes();
-            let share = |device: usize| (left_bytes * rates[device] / together.max(1)) as u64;
+            let share = |device: usize| (left_bytes * rates[device] / all_rates.max(1)) as u64;
             let (full, rest): (Vec<_>, Vec<_>) = open
                 .iter()
                 .partition(|&&device| share(device) > room(device));

@@ -104,7 +104,7 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     added(&mut world);
     // The first copy of the first job's definition lies where the data area begins.
     let definition = DATA_OFFSET..DATA_OFFSET + BLOCK;
-    world.engine.held = Some((DeviceIndex(0), definition));
+    world.engine.blocked = Some((DeviceIndex(0), definition));
     world.event(Event::RebalanceTick { force: false });
     for tile in 0..SLOTS {
         world.submit_write(process, 2, tile, tile, 200 + u64::from(tile));
@@ -116,7 +116,7 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
         !early,
         "a cut would bring a definition back that does not know its tiles"
     );
-    world.engine.held = None;
+    world.engine.blocked = None;
     world.answer(call).unwrap();
     expect_second_after_a_cut(world);
 }
@@ -174,12 +174,12 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
         disks.flip(0, offset + 64, 0);
     }
     let mut world = World::start(disks, random);
-    world.engine.held = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
+    world.engine.blocked = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
     world.event(Event::RebalanceTick { force: true });
     world.run();
     let process = world.reopen("one", 1);
     write_all(&mut world, process, 2, SLOTS);
-    world.engine.held = None;
+    world.engine.blocked = None;
     world.run();
     expect_second_after_a_cut(world);
 }

@@ -22,7 +22,7 @@ struct Whole {
     /// Whether it is the last one of its document.
     ends: bool,
     /// Whether its document is reserved for validation.
-    held: bool,
+    held_out: bool,
 }
 
 impl Corpus {
@@ -188,20 +188,22 @@ fn make(
                             return Err(DataError::Enough);
                         }
                         let copies = copies(index, entry.weight);
-                        let held =
+                        let held_out =
                             !part.by_tail() && is_held_out(first + used, part.validation_fraction);
                         // Documents for validation are used once.
-                        let taken = copies > pass && (pass == 0 || !held);
-                        wanted = taken.then_some(held);
+                        let taken = copies > pass && (pass == 0 || !held_out);
+                        wanted = taken.then_some(held_out);
                         index += 1;
                         used += u64::from(copies > 0);
                     }
-                    let Some(held) = wanted else { return Ok(()) };
+                    let Some(held_out) = wanted else {
+                        return Ok(());
+                    };
                     // The following piece shows whether this one was its document's last.
                     let next = Whole {
                         ends: true,
                         piece,
-                        held,
+                        held_out,
                     };
                     let starts = next.piece.after.is_none();
                     match before.replace(next) {
@@ -239,17 +241,17 @@ fn finish(
     let last_held = match part.by_tail() {
         false => 0,
         true => {
-            let held = |elems: u64| (elems as f64 * part.validation_fraction) as u64;
+            let held_out = |elems: u64| (elems as f64 * part.validation_fraction) as u64;
             match corpus.packing {
-                Packing::Concatenate => held(header.elems()),
+                Packing::Concatenate => held_out(header.elems()),
                 Packing::Documents => {
                     let stride = stride(corpus.packing, corpus.seq_len);
-                    held(header.elems() / stride) * stride
+                    held_out(header.elems() / stride) * stride
                 }
             }
         }
     };
-    let held = [
+    let held_out = [
         (
             part.name,
             header.train_elems - last_held,
@@ -264,7 +266,7 @@ fn finish(
         ),
     ];
     let documents = header.documents;
-    for (name, elems, counted, needed) in held {
+    for (name, elems, counted, needed) in held_out {
         // What counts in the end of a text is counted with the rest.
         let is_known = needed && (name == part.name || !part.by_tail());
         if is_known && corpus.some_count(part) && counted == 0 && documents > 0 {
@@ -314,7 +316,15 @@ impl Making<'_, '_, '_> {
             });
             pieces.collect()
         });
-        for (Whole { piece, ends, held }, encoded) in batch.into_iter().zip(encoded) {
+        for (
+            Whole {
+                piece,
+                ends,
+                held_out,
+            },
+            encoded,
+        ) in batch.into_iter().zip(encoded)
+        {
             let place = &piece.place;
             let is_record = piece.records.is_some();
             let EncodedDocuments {
@@ -348,13 +358,13 @@ impl Making<'_, '_, '_> {
                 );
             }
             for ids in earlier {
-                self.packer.begin(held, place);
+                self.packer.begin(held_out, place);
                 self.packer.writer().repeated();
                 self.packer.add(ids)?;
                 self.packer.end()?;
             }
             if piece.after.is_none() {
-                self.packer.begin(held, place);
+                self.packer.begin(held_out, place);
                 if piece.document.is_unanswered() {
                     self.packer.writer().unanswered();
                 }
@@ -393,8 +403,8 @@ mod tests {
 
     #[test]
     fn the_validation_fraction_of_documents_is_reserved_and_spread() {
-        let held: Vec<u64> = (0..100).filter(|index| is_held_out(*index, 0.05)).collect();
-        assert_eq!(held, [19, 39, 59, 79, 99]);
+        let held_out: Vec<u64> = (0..100).filter(|index| is_held_out(*index, 0.05)).collect();
+        assert_eq!(held_out, [19, 39, 59, 79, 99]);
         assert_eq!(
             (0..1000).filter(|index| is_held_out(*index, 0.3)).count(),
             300

@@ -69,7 +69,7 @@ pub(super) struct Packer<'w, 'f> {
     open_max: Option<usize>,
     /// Elements of the current document that are not in a window yet; only used for whole documents.
     part: Vec<u32>,
-    held: bool,
+    held_out: bool,
     /// Marks of a document's first element.
     first_marks: u32,
     /// Whether no element of the current document has come yet.
@@ -110,7 +110,7 @@ impl<'w, 'f> Packer<'w, 'f> {
             open: [Vec::new(), Vec::new()],
             open_max: (order == Order::Any).then_some(open_max),
             part: Vec::new(),
-            held: false,
+            held_out: false,
             first_marks: match (packing, cross_document_attention) {
                 (Packing::Concatenate, true) => BEGINS,
                 _ => BEGINS | NOT_COUNTED,
@@ -125,11 +125,11 @@ impl<'w, 'f> Packer<'w, 'f> {
         self.writer
     }
 
-    /// Begins a document from `place`; `held` reserves it for validation.
-    pub(super) fn begin(&mut self, held: bool, place: &DocumentPosition) {
+    /// Begins a document from `place`; `held_out` reserves it for validation.
+    pub(super) fn begin(&mut self, held_out: bool, place: &DocumentPosition) {
         self.source = place.to_string();
         self.writer.document();
-        self.held = held;
+        self.held_out = held_out;
         self.begins = true;
     }
 
@@ -141,8 +141,8 @@ impl<'w, 'f> Packer<'w, 'f> {
                 Some(first) => *first,
                 None => return Ok(()),
             };
-            self.write(self.held, &[first])?;
-            return self.write(self.held, &elements[1..]);
+            self.write(self.held_out, &[first])?;
+            return self.write(self.held_out, &elements[1..]);
         }
         let mut rest = elements;
         while !rest.is_empty() {
@@ -170,14 +170,14 @@ impl<'w, 'f> Packer<'w, 'f> {
 
     /// Writes the windows that are still open.
     pub(super) fn finish(mut self) -> Result<(), DataError> {
-        for held in [false, true] {
-            for window in std::mem::take(&mut self.open[usize::from(held)]) {
-                self.close(held, window)?;
+        for held_out in [false, true] {
+            for window in std::mem::take(&mut self.open[usize::from(held_out)]) {
+                self.close(held_out, window)?;
             }
             // What fills no window is dropped by whoever reads windows.
             if let Some(blocks) = &mut self.blocks {
-                let rest = std::mem::take(&mut blocks[usize::from(held)].elements);
-                self.put(held, &rest)?;
+                let rest = std::mem::take(&mut blocks[usize::from(held_out)].elements);
+                self.put(held_out, &rest)?;
             }
         }
         Ok(())
@@ -191,8 +191,8 @@ impl<'w, 'f> Packer<'w, 'f> {
             return Ok(());
         }
         part[0] |= self.first_marks;
-        let held = self.held;
-        let open = &mut self.open[usize::from(held)];
+        let held_out = self.held_out;
+        let open = &mut self.open[usize::from(held_out)];
         let room = |window: &Vec<u32>| window.len() + part.len() <= self.window_elems;
         let at = match open.iter().position(room) {
             Some(at) => {
@@ -204,29 +204,29 @@ impl<'w, 'f> Packer<'w, 'f> {
                 if self.open_max.is_none()
                     && let Some(before) = open.pop()
                 {
-                    self.close(held, before)?;
+                    self.close(held_out, before)?;
                 }
-                let open = &mut self.open[usize::from(held)];
+                let open = &mut self.open[usize::from(held_out)];
                 open.push(part);
                 open.len() - 1
             }
         };
-        let open = &mut self.open[usize::from(held)];
+        let open = &mut self.open[usize::from(held_out)];
         if open[at].len() + 2 > self.window_elems {
             let full = open.remove(at);
-            return self.close(held, full);
+            return self.close(held_out, full);
         }
         if self.open_max.is_some_and(|open_max| open.len() > open_max) {
             // The new window is the last one.
             let others = 0..open.len() - 1;
             let fullest = others.max_by_key(|&at| (open[at].len(), usize::MAX - at));
             let fullest = open.remove(fullest.expect("at least one may wait"));
-            return self.close(held, fullest);
+            return self.close(held_out, fullest);
         }
         Ok(())
     }
 
-    fn close(&mut self, held: bool, mut window: Vec<u32>) -> Result<(), DataError> {
+    fn close(&mut self, held_out: bool, mut window: Vec<u32>) -> Result<(), DataError> {
         if !counts(&window[1..]) {
             self.leave_out();
             return Ok(());
@@ -238,7 +238,7 @@ impl<'w, 'f> Packer<'w, 'f> {
         if let Some(first) = window.get_mut(filled) {
             *first |= BEGINS;
         }
-        self.write(held, &window)
+        self.write(held_out, &window)
     }
 
     /// Notes that a window is left out.
@@ -248,14 +248,14 @@ impl<'w, 'f> Packer<'w, 'f> {
         self.writer.findings().add(finding, &place);
     }
 
-    fn write(&mut self, held: bool, elements: &[u32]) -> Result<(), DataError> {
+    fn write(&mut self, held_out: bool, elements: &[u32]) -> Result<(), DataError> {
         let Some(blocks) = &mut self.blocks else {
-            return self.put(held, elements);
+            return self.put(held_out, elements);
         };
-        let mut block = std::mem::take(&mut blocks[usize::from(held)]);
+        let mut block = std::mem::take(&mut blocks[usize::from(held_out)]);
         for &element in elements {
             if !std::mem::replace(&mut block.is_begun, true) {
-                self.put(held, &[element])?;
+                self.put(held_out, &[element])?;
                 continue;
             }
             let is_first = block.is_after_gap && block.elements.is_empty();
@@ -267,18 +267,18 @@ impl<'w, 'f> Packer<'w, 'f> {
             block.is_after_gap = !counts(&block.elements);
             match block.is_after_gap {
                 true => self.leave_out(),
-                false => self.put(held, &block.elements)?,
+                false => self.put(held_out, &block.elements)?,
             }
             block.elements.clear();
         }
         if let Some(blocks) = &mut self.blocks {
-            blocks[usize::from(held)] = block;
+            blocks[usize::from(held_out)] = block;
         }
         Ok(())
     }
 
-    fn put(&mut self, held: bool, elements: &[u32]) -> Result<(), DataError> {
-        if held {
+    fn put(&mut self, held_out: bool, elements: &[u32]) -> Result<(), DataError> {
+        if held_out {
             self.writer.hold(elements)
         } else {
             self.writer.train(elements)

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::{Map, Value, json};
 
-use crate::model::names::{ParamLocation, places};
+use crate::model::names::{ParamLocation, param_locations};
 use crate::model::{ModelConfig, UnitLayout};
 use crate::weights::{Element, SINGLE_FILE};
 
@@ -51,7 +51,7 @@ impl Shards {
         // By name, because several parameters may be parts of one tensor.
         let mut placed: HashMap<String, (usize, u64)> = HashMap::new();
         let mut targets = Vec::with_capacity(units.len());
-        for (unit, places) in units.iter().zip(places(model)) {
+        for (unit, places) in units.iter().zip(param_locations(model)) {
             let of_unit = unit.params.iter().zip(places).map(|(param, place)| {
                 let (file, start) = *placed.entry(place.name.clone()).or_insert_with(|| {
                     let shape = place.stored_shape(&param.shape);

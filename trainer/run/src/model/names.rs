@@ -79,7 +79,7 @@ impl ParamLocation {
 }
 
 /// Places of all parameters: `[unit][parameter]`, in the order of [`unit_layouts`].
-pub fn places(config: &ModelConfig) -> Vec<Vec<ParamLocation>> {
+pub fn param_locations(config: &ModelConfig) -> Vec<Vec<ParamLocation>> {
     let units = unit_layouts(config).into_iter().enumerate();
     units
         .map(|(unit, layout)| {
@@ -213,7 +213,7 @@ mod tests {
             let config = config(*architecture);
             let units = unit_layouts(&config);
             let mut seen = std::collections::HashSet::new();
-            for (places, unit) in places(&config).iter().zip(&units) {
+            for (places, unit) in param_locations(&config).iter().zip(&units) {
                 for (place, param) in places.iter().zip(&unit.params) {
                     for elem in 0..param.elems() {
                         let stored = place.stored_elem(&param.shape, elem);

@@ -107,7 +107,7 @@ impl Plan {
         let Some(gpu) = self.hardware.gpu.clone().filter(|_| is_open) else {
             return Ok(());
         };
-        let together = self.clone();
+        let ungrouped = self.clone();
         let mut size = all;
         while size > 1 {
             size = size.div_ceil(2);
@@ -118,7 +118,7 @@ impl Plan {
                 *self = smaller;
             }
         }
-        let why = self.why_group(&together, settings);
+        let why = self.why_group(&ungrouped, settings);
         self.chose(GROUP, self.micro_batch_group.to_string(), why);
         Ok(())
     }
@@ -156,8 +156,8 @@ impl Plan {
         swapper::bound(self.swapper.schedule, &self.node_bytes, &rates).s
     }
 
-    /// Says why this group of micro-batches was chosen; `together` is the plan with all of them.
-    fn why_group(&self, together: &Self, settings: &RunSettings) -> String {
+    /// Says why this group of micro-batches was chosen; `ungrouped` is the plan with all of them.
+    fn why_group(&self, ungrouped: &Self, settings: &RunSettings) -> String {
         if self.groups() == 1 {
             return "all together read each block's parameters once; with smaller groups a step is not shorter".to_owned();
         }
@@ -165,16 +165,16 @@ impl Plan {
             "in {} groups a step takes {} from the rates of kernels, and {} with all {} micro-batches together, because",
             self.groups(),
             Seconds(self.judged_s(settings)),
-            Seconds(together.judged_s(settings)),
+            Seconds(ungrouped.judged_s(settings)),
             self.micro_batches
         );
-        why += match (self.inputs_away, together.inputs_away) {
+        why += match (self.inputs_away, ungrouped.inputs_away) {
             (false, true) => " block inputs stay on the GPU",
-            _ if self.checkpointing != together.checkpointing => " less is recomputed",
+            _ if self.checkpointing != ungrouped.checkpointing => " less is recomputed",
             _ => " activations take less memory",
         };
-        let read_bytes = self.node_bytes.read_bytes() - together.node_bytes.read_bytes();
-        let up_bytes = self.bus.up_bytes.saturating_sub(together.bus.up_bytes);
+        let read_bytes = self.node_bytes.read_bytes() - ungrouped.node_bytes.read_bytes();
+        let up_bytes = self.bus.up_bytes.saturating_sub(ungrouped.bus.up_bytes);
         for (bytes, what) in [
             (up_bytes, "cross the bus"),
             (read_bytes as u64, "are read from drives"),

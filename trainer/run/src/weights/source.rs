@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::header::{Tensor, WeightsFile};
 use super::{Element, INDEX_FILE, SINGLE_FILE, WeightsError};
-use crate::model::names::{PROJECTION, ParamLocation, is_left_aside, places};
+use crate::model::names::{PROJECTION, ParamLocation, is_left_aside, param_locations};
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// Size limit of the index; that of a model with a hundred thousand tensors has about 10 MB.
@@ -138,7 +138,7 @@ impl Weights {
         let units = unit_layouts(model);
         let mut used: BTreeSet<&str> = BTreeSet::new();
         let mut stored = Vec::with_capacity(units.len());
-        for (unit, places) in units.iter().zip(places(model)) {
+        for (unit, places) in units.iter().zip(param_locations(model)) {
             let mut of_unit = Vec::with_capacity(places.len());
             for (param, place) in unit.params.iter().zip(places) {
                 let tensor = place.names().into_iter().find_map(|name| tensors.get(name));

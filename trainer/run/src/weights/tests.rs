@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use super::*;
-use crate::model::names::places;
+use crate::model::names::param_locations;
 use crate::model::{Architecture, ModelConfig, unit_layouts};
 
 /// Tensor to be written.
@@ -60,7 +60,11 @@ fn encode(dtype: &str, numbers: &[f32]) -> Vec<u8> {
 /// Returns all tensors of a model, in the form of its files.
 fn tensors(config: &ModelConfig, dtype: &'static str) -> Tensors {
     let mut numbers: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
-    for (unit, (layout, places)) in unit_layouts(config).iter().zip(places(config)).enumerate() {
+    for (unit, (layout, places)) in unit_layouts(config)
+        .iter()
+        .zip(param_locations(config))
+        .enumerate()
+    {
         for (param, place) in layout.params.iter().zip(places) {
             let shape = place.stored_shape(&param.shape);
             let (_, tensor) = numbers

@@ -24,8 +24,8 @@ pub(in crate::data) struct TokenFileWriter<'a> {
     pending: Vec<u8>,
     table: Vec<u8>,
     print: Fingerprint,
-    held: Option<File>,
-    held_counted: u64,
+    held_out: Option<File>,
+    held_out_counted: u64,
     findings: Findings,
 }
 
@@ -43,8 +43,8 @@ impl<'a> TokenFileWriter<'a> {
             pending: Vec::with_capacity(2 * BLOCK_BYTES),
             table: Vec::new(),
             print: Fingerprint::default(),
-            held: None,
-            held_counted: 0,
+            held_out: None,
+            held_out_counted: 0,
             findings: Findings::default(),
         };
         // Removes what an earlier attempt left.
@@ -67,15 +67,15 @@ impl<'a> TokenFileWriter<'a> {
     pub(in crate::data) fn hold(&mut self, elements: &[u32]) -> Result<(), DataError> {
         self.header.held_elems += elements.len() as u64;
         self.header.counted += counted(elements);
-        self.held_counted += counted(elements);
+        self.held_out_counted += counted(elements);
         let mut bytes = Vec::new();
         self.header.pack(elements, &mut bytes);
-        if self.held.is_none() {
+        if self.held_out.is_none() {
             let dir = self.path.parent().unwrap_or(Path::new("."));
-            self.held = Some(self.done(tempfile::tempfile_in(dir))?);
+            self.held_out = Some(self.done(tempfile::tempfile_in(dir))?);
         }
-        let mut held = self.held.as_ref().expect("made above");
-        self.done(held.write_all(&bytes))
+        let mut held_out = self.held_out.as_ref().expect("made above");
+        self.done(held_out.write_all(&bytes))
     }
 
     /// Header of what has been written so far.
@@ -85,7 +85,7 @@ impl<'a> TokenFileWriter<'a> {
 
     /// Number of validation elements written that count in the loss.
     pub(in crate::data) fn held_counted(&self) -> u64 {
-        self.held_counted
+        self.held_out_counted
     }
 
     /// Counts one more document.
@@ -120,11 +120,11 @@ impl<'a> TokenFileWriter<'a> {
 
     /// Completes the file. Its last `last_held` training elements become validation elements.
     pub(in crate::data) fn finish(mut self, last_held: u64) -> Result<Header, DataError> {
-        if let Some(mut held) = self.held.take() {
-            self.done(held.rewind())?;
+        if let Some(mut held_out) = self.held_out.take() {
+            self.done(held_out.rewind())?;
             let mut bytes = vec![0; BLOCK_BYTES];
             loop {
-                let read = self.done(held.read(&mut bytes))?;
+                let read = self.done(held_out.read(&mut bytes))?;
                 if read == 0 {
                     break;
                 }

@@ -36,12 +36,12 @@ pub(super) fn parquet(
     take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let file = File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
-    let opened = held(|| ParquetRecordBatchReaderBuilder::try_new(file));
+    let opened = caught(|| ParquetRecordBatchReaderBuilder::try_new(file));
     let builder = opened.map_err(|message| damaged(source, &message))?;
     let columns = columns(source, builder.schema())?;
     let count = builder.metadata().file_metadata().num_rows();
     let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
-    let reader = held(|| {
+    let reader = caught(|| {
         let builder = builder.with_projection(mask);
         builder.with_batch_size(BATCH_ROWS).build()
     });
@@ -62,11 +62,11 @@ pub(super) fn arrow(
     bounded.read_to_end(&mut start).map_err(&failed)?;
     file.rewind().map_err(&failed)?;
     let opened: Result<(Batches, Vec<usize>), DataError> = if start == ARROW_FILE {
-        let reader = held(|| FileReader::try_new(file, None));
+        let reader = caught(|| FileReader::try_new(file, None));
         let reader = reader.map_err(|message| damaged(source, &message))?;
         columns(source, &reader.schema()).map(|columns| (Box::new(reader) as Batches, columns))
     } else {
-        let reader = held(|| StreamReader::try_new(file, None));
+        let reader = caught(|| StreamReader::try_new(file, None));
         let reader = reader.map_err(|message| damaged(source, &message))?;
         columns(source, &reader.schema()).map(|columns| (Box::new(reader) as Batches, columns))
     };
@@ -107,14 +107,14 @@ fn rows(
 ) -> Result<(), DataError> {
     let (mut number, mut gone_bytes) = (0, 0);
     loop {
-        let next = held(|| batches.next().transpose());
+        let next = caught(|| batches.next().transpose());
         let next =
             next.map_err(|message| damaged(source, &format!("row {}: {message}", number + 1)))?;
         let Some(batch) = next else { return Ok(()) };
         for row in 0..batch.num_rows() {
             number += 1;
             let place = source.place("row", Some(number));
-            let record = held(|| record(&batch, row));
+            let record = caught(|| record(&batch, row));
             // The file is compressed, so progress assumes rows of equal size.
             let upto = match count {
                 Some(count) => {
@@ -131,7 +131,7 @@ fn rows(
 }
 
 /// Calls `read` and turns a panic into an error: the libraries panic on some damaged files.
-fn held<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+fn caught<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(result) => result.map_err(|error| error.to_string()),
         Err(_) => Err("its content contradicts its schema".into()),

@@ -24,7 +24,7 @@ fn why(plan: &Plan) -> Option<&str> {
     choice.map(|choice| choice.why.as_str())
 }
 
-fn together(place: &str, micro_batches: usize) -> RunSettings {
+fn in_one_group(place: &str, micro_batches: usize) -> RunSettings {
     let all = [("train.micro_batch_group", json!(micro_batches))];
     accumulating(place, micro_batches, &all)
 }
@@ -94,7 +94,7 @@ fn more_micro_batches_never_lower_the_planned_rate() {
 #[test]
 fn a_group_is_not_smaller_than_drives_and_updates_allow() {
     for drives in [1.0, 4.0] {
-        let all = plan(&together("nvme", 16), &machine(drives));
+        let all = plan(&in_one_group("nvme", 16), &machine(drives));
         let chosen = plan(&accumulating("nvme", 16, &[]), &machine(drives));
         assert!(chosen.bound.s <= all.bound.s, "{drives}: {chosen}");
         let smallest = [("train.micro_batch_group", json!(1))];

@@ -4,14 +4,14 @@
 #[derive(Debug)]
 pub(super) struct Rotation {
     /// The unit in each buffer.
-    held: Vec<Option<usize>>,
+    units: Vec<Option<usize>>,
     next: usize,
 }
 
 impl Rotation {
     pub(super) fn new(count: usize) -> Self {
         Self {
-            held: vec![None; count],
+            units: vec![None; count],
             next: 0,
         }
     }
@@ -19,18 +19,18 @@ impl Rotation {
     /// Assigns the next buffer to `unit`.
     pub(super) fn assign(&mut self, unit: usize) -> usize {
         let at = self.next;
-        self.held[at] = Some(unit);
-        self.next = (at + 1) % self.held.len();
+        self.units[at] = Some(unit);
+        self.next = (at + 1) % self.units.len();
         at
     }
 
     /// Returns the buffer that holds `unit`: the newest, because an older one may still hold the unit from
     /// forward.
     pub(super) fn at(&self, unit: usize) -> usize {
-        let count = self.held.len();
+        let count = self.units.len();
         (1..=count)
             .map(|back| (self.next + count - back) % count)
-            .find(|&at| self.held[at] == Some(unit))
+            .find(|&at| self.units[at] == Some(unit))
             .expect("a unit is gathered before it is used")
     }
 }
