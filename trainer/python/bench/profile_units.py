@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
-from offloadd import _commits, _engine, _gathering, _gradients, _held, _memory, _opening, _order, _reports, _steps  # noqa: E402
+from offloadd import _commits, _engine, _gathering, _gradients, _memory, _opening, _order, _reports, _steps, _tile_gradients  # noqa: E402
 
 PARTS = {
     "forward: hooks": (_engine.Engine, ("_before_forward", "_after_forward", "_hook_made", "_begin_pass")),
@@ -33,7 +33,7 @@ PARTS = {
     "order": (_order.Order, ("begin", "next", "gathers", "outside", "_learn", "forget_rest")),
     "memory": (_memory.HostMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
     "memory, GPU": (_memory.GpuMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
-    "handles of gradients": (_held.GradientInTile, ("__new__", "__torch_dispatch__")),
+    "handles of gradients": (_tile_gradients.GradientInTile, ("__new__", "__torch_dispatch__")),
     "step": (_steps.Steps, ("make", "_groups", "_of_params", "_scales")),
     "step: engine": (_engine.Engine, ("updated", "forget_gradients")),
     "commit": (_commits.Commits, ("seal", "note_step", "_complete")),

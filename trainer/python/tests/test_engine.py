@@ -268,7 +268,7 @@ def test_gradients_set_to_none_by_hand_are_forgotten():
                 param.grad = None
         expected, loss = both(plain, ours, torch.randn(4, 8))
         expected.backward(), loss.backward()
-        assert ours.engine.gradients.square_sums.keys() == ours.engine.gradients.held.keys()
+        assert ours.engine.gradients.square_sums.keys() == ours.engine.gradients.handles.keys()
     assert not same_gradients(plain, ours.take_gradients())
     loss = ours.model(torch.randn(4, 8))
     loss.backward()

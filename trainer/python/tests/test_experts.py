@@ -217,7 +217,7 @@ def test_a_plan_counts_experts_that_stay_for_their_backward():
         model(torch.randn(12, 16), True).backward()
         offloaded.take_gradients()
     modules = {unit.index: module for module, units in gathering.of_module.items() for unit in units}
-    assert memory.held_bytes_max <= gpu_weight_bytes(gathering.units, modules)
+    assert memory.in_memory_bytes_max <= gpu_weight_bytes(gathering.units, modules)
 
 
 def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order():
@@ -243,9 +243,9 @@ def test_experts_that_a_pass_skips_neither_stay_nor_change_the_rest_of_the_order
         assert not offloaded.live() and not same_gradients(plain, offloaded.take_gradients())
         # The order of what the engine does was learned from the first passes.
         assert order.deviations - before <= 2 * skips or choice == [every] * 3
-    assert not memory.held
+    assert not memory.in_memory
     # What is in no block, a block, an expert, and two units ahead.
-    assert memory.held_max <= 5
+    assert memory.in_memory_max <= 5
 
 
 # Whole runs

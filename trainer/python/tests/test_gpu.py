@@ -15,7 +15,7 @@ import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
-from offloadd._nodes import Places
+from offloadd._nodes import Topology
 from offloadd._plan import engine_plan
 from offloadd._units import units_of
 from ranks import on_ranks
@@ -209,17 +209,17 @@ class Ahead(HostMemory):
 
     def __init__(self, core, units):
         super().__init__(core, units)
-        self.held, self.held_max, self.held_bytes_max, self.units = [], 0, 0, units
+        self.in_memory, self.in_memory_max, self.in_memory_bytes_max, self.units = [], 0, 0, units
 
     def expect(self, unit):
-        assert unit.index not in self.held, "it is here"
-        self.held.append(unit.index)
-        self.held_max = max(self.held_max, len(self.held))
-        self.held_bytes_max = max(self.held_bytes_max, sum(self.units[index].bytes for index in self.held))
+        assert unit.index not in self.in_memory, "it is here"
+        self.in_memory.append(unit.index)
+        self.in_memory_max = max(self.in_memory_max, len(self.in_memory))
+        self.in_memory_bytes_max = max(self.in_memory_bytes_max, sum(self.units[index].bytes for index in self.in_memory))
         super().expect(unit)
 
     def release(self, unit):
-        self.held.remove(unit.index)
+        self.in_memory.remove(unit.index)
         super().release(unit)
 
 
@@ -232,7 +232,7 @@ def test_units_come_ahead_once_the_order_is_known():
         batch = torch.randn(4, 8)
         plain(batch).backward(), ours.model(batch).backward()
         assert not same_gradients(plain, ours.take_gradients())
-        assert not ours.live() and not memory.held
+        assert not ours.live() and not memory.in_memory
     assert ours.core.announcements == before + 1, "an order with units ahead was not learned"
     # Block 2 uses block 0's weight; 4 is the root. Each block of the backward comes before the gradients of the one before leave.
     gathers, gradients = [(False, unit) for unit in range(5)], [(True, unit) for unit in range(5)]
@@ -253,7 +253,7 @@ def test_a_model_on_a_gpu_needs_a_driver():
 def test_updates_run_where_the_model_computes_unless_drives_are_the_bound():
     def updaters(gpu, device="cpu", **own):
         settings = settings_of({"zero_optimization": {"offload_param": {"device": device, "nvme_path": "."}}, "offloadd": own})
-        found = engine_plan(settings, pathlib.Path("run"), units_of(torch.nn.Linear(1, 1), None)[0], Places(), gpu)
+        found = engine_plan(settings, pathlib.Path("run"), units_of(torch.nn.Linear(1, 1), None)[0], Topology(), gpu)
         return found["update_threads"], found["update_gpu"]
 
     threads = updaters(None)[0]

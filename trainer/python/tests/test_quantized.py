@@ -193,7 +193,7 @@ def test_a_quantized_model_that_nothing_trains(tmp_path, poisoned, kind, device)
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "torchao int8"])
 def test_no_weight_is_in_memory_twice(tmp_path, kind, monkeypatch):
-    def held():
+    def packed_bytes():
         """Bytes of integers in the process."""
         storages = {}
         for one in gc.get_objects():
@@ -202,17 +202,17 @@ def test_no_weight_is_in_memory_twice(tmp_path, kind, monkeypatch):
         return sum(storages.values())
 
     gc.collect()
-    before = held()
+    before = packed_bytes()
     model = base(kind).eval()
     if kind == "int8":
         # Its layers share the memory of their weights from the first forward on.
         model(input_ids=text(0))
-    whole = held() - before
+    whole = packed_bytes() - before
     most = []
     gathered = HostMemory.expect
-    monkeypatch.setattr(HostMemory, "expect", lambda self, unit: (gathered(self, unit), most.append(held()))[0])
+    monkeypatch.setattr(HostMemory, "expect", lambda self, unit: (gathered(self, unit), most.append(packed_bytes()))[0])
     with offloadd.prepare(model, None, config("cpu", tmp_path), run_dir=tmp_path / "run"):
-        after = held() - before
+        after = packed_bytes() - before
         assert after < whole * 0.1, "what is in tiles is not in memory"
         model(input_ids=text(0))
         assert max(most) - before < whole * 0.4, "one block of five"

@@ -211,18 +211,18 @@ class Ahead(HostMemory):
 
     def __init__(self, core, units):
         super().__init__(core, units)
-        self.held, self.seen = [], []
+        self.in_memory, self.seen = [], []
 
     def expect(self, unit):
-        assert unit.index not in self.held, "it is here"
-        self.held.append(unit.index)
+        assert unit.index not in self.in_memory, "it is here"
+        self.in_memory.append(unit.index)
         super().expect(unit)
 
     def ready(self, unit):
-        self.seen.append((unit.index, tuple(self.held)))
+        self.seen.append((unit.index, tuple(self.in_memory)))
 
     def release(self, unit):
-        self.held.remove(unit.index)
+        self.in_memory.remove(unit.index)
         super().release(unit)
 
 

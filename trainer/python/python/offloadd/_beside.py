@@ -264,7 +264,7 @@ class Beside:
             grad = in_rows(self._flat_grad(piece, grads[id(param)]).to(momentum.device)).float() * scales.get(id(param), 1.0)
             matrix = _muon.mixed(grad, in_rows(momentum), group)
             if is_divided(param):
-                matrix = self.ranks.transfers.together(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
+                matrix = self.ranks.transfers.run_collective(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
             direction = _muon.orthogonal(matrix.to(momentum.device), group)
             view.copy_(flat_like(part_of(direction, param), local))
         self.memory.hand_over(unit)

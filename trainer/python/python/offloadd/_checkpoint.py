@@ -46,7 +46,7 @@ _SLACK_BYTES = 1 << 20
 
 def is_separate(settings: Settings, ranks: Ranks, directory: Path) -> bool:
     """Whether each node keeps whole checkpoints in its own `directory`. All ranks must call it."""
-    return settings.use_node_local_storage and ranks.places.nodes > 1 and separate(ranks, directory)
+    return settings.use_node_local_storage and ranks.topology.nodes > 1 and separate(ranks, directory)
 
 
 def save_checkpoint(
@@ -74,7 +74,7 @@ def save_checkpoint(
 
     try:
         together("begin a checkpoint", lambda: _begin(partial) if keeps else None)
-        if ranks.places.nodes > 1 and not separately:
+        if ranks.topology.nodes > 1 and not separately:
             # A name of its own: an earlier save may have left a directory of this name on the node.
             mark = partial / ranks.first_bytes("mark a checkpoint's directory", f".{os.urandom(8).hex()}".encode()).decode()
             together("mark a checkpoint's directory", lambda: mark.touch() if keeps else None)
@@ -91,7 +91,7 @@ def save_checkpoint(
 
         def complete() -> Files:
             """Describes the checkpoint on the first rank. Returns this node's files."""
-            here = [told[rank] for rank in ranks.places.local]
+            here = [told[rank] for rank in ranks.topology.local]
             own = Files(partial, [of_one[0] for of_one in here], [other for of_one in here for other in of_one[1]])
             return own if not ranks.first else own._replace(others=own.others + _describe(commits, files, client_state, frozen))
 
@@ -199,8 +199,8 @@ def load_checkpoint(commits: Commits, directory: Path, tag: Optional[str]) -> tu
         commits.restore(path, state["run"])
         commits.saved_unix_s = max(commits.saved_unix_s, age(directory, tag)[0])
     except Damaged as error:
-        if commits.settings.use_node_local_storage and commits.ranks.places.nodes > 1:
-            raise Damaged(f"node {commits.ranks.places.node}: {error}, or delete {path} on this node: the next load copies another node's") from None
+        if commits.settings.use_node_local_storage and commits.ranks.topology.nodes > 1:
+            raise Damaged(f"node {commits.ranks.topology.node}: {error}, or delete {path} on this node: the next load copies another node's") from None
         raise
     return str(path), state["client"]
 
@@ -220,7 +220,7 @@ def read_file(path: Path, name: str) -> bytes:
 def restore_here(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str]) -> Optional[str]:
     """The tag of the checkpoint to load: `tag`, or the newest one that `latest` names; None where there is none. Where each node keeps
     checkpoints, those that lack it have it then. All ranks must call it."""
-    if not settings.use_node_local_storage or ranks.places.nodes == 1:
+    if not settings.use_node_local_storage or ranks.topology.nodes == 1:
         return latest_tag(directory) if tag is None else tag
     stale = False
     if tag is None:
@@ -253,7 +253,7 @@ def restore_here(settings: Settings, ranks: Ranks, directory: Path, tag: Optiona
 
 def _copy(ranks: Ranks, path: Path, held: Optional[dict[str, Any]], source: int, lacking: list[int], size: int) -> None:
     """Copies a checkpoint from a node to those that lack it, or have another one of this name."""
-    node, partial = ranks.places.node, path.with_name(f"{path.name}.partial")
+    node, partial = ranks.topology.node, path.with_name(f"{path.name}.partial")
     lacks = node in lacking and ranks.first_of_node
 
     def begin() -> None:

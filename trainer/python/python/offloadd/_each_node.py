@@ -101,9 +101,9 @@ def copy(ranks: Ranks, what: str, directory: Path, work: Callable[[], Files], re
             own = work()
         except Error as error:
             failed = error
-        places, tiles, others = ranks.places, json.dumps(own.tiles), json.dumps(own.others)
+        topology, tiles, others = ranks.topology, json.dumps(own.tiles), json.dumps(own.others)
         why = None if failed is None else str(failed)
-        given = (places.node, places.nodes, str(directory), str(own.directory), tiles, others, receives, why)
+        given = (topology.node, topology.nodes, str(directory), str(own.directory), tiles, others, receives, why)
         _in_thread(lambda: _offloadd.copy_between_nodes(ranks.transfers.gather_nodes, *given))
         if failed is not None:
             raise failed

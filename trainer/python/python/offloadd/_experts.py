@@ -291,8 +291,8 @@ class CutExperts:
 class Experts:
     """The experts of one model that are units of their own."""
 
-    def __init__(self, model: nn.Module, wanted: Optional[Sequence] = None, bytes_max: Optional[int] = None, together: bool = False) -> None:
-        """Cuts layers larger than `bytes_max`. With `together` experts that are modules come with their block: ranks whose tokens choose other
+    def __init__(self, model: nn.Module, wanted: Optional[Sequence] = None, bytes_max: Optional[int] = None, with_block: bool = False) -> None:
+        """Cuts layers larger than `bytes_max`. With `with_block` experts that are modules come with their block: ranks whose tokens choose other
         experts call other modules."""
         self.cuts: list[CutExperts] = []
         # Modules that are units of their own, with the module with which each comes.
@@ -310,7 +310,7 @@ class Experts:
                     bytes_of_expert = sum(module._parameters[name].nbytes for name in names) // module.num_experts
                     self._cut(module, names, max(1, bytes_max // max(1, bytes_of_expert)))
                 elif isinstance(module, nn.ModuleList) and _are_experts(module, block):
-                    self.apart.update({expert: block if together else expert for expert in module})
+                    self.apart.update({expert: block if with_block else expert for expert in module})
 
     def _cut(self, module: nn.Module, names: list[str], experts_of_group: int) -> None:
         groups = -(-module.num_experts // experts_of_group)

@@ -122,7 +122,7 @@ def measured_bound(engine: Engine, plan: Plan) -> Bound:
         figures = json.loads(_offloadd.plan(plan.engine_plan))
         ranks = gathering.ranks
         # Each rank has tiles of its own, and each node drives of its own.
-        if bytes_ := ranks.total("find the bound of a pass", int(figures["forward_read_bytes"])) // ranks.places.nodes:
+        if bytes_ := ranks.total("find the bound of a pass", int(figures["forward_read_bytes"])) // ranks.topology.nodes:
             return Bound(bytes_, figures["read_bytes_per_s"], "drives")
     largest, took = max(gathering.units, key=lambda unit: unit.bytes), []
     for _ in range(2):

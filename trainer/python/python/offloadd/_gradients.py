@@ -11,7 +11,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._forwards import in_backward
 from ._gathering import Gathering
-from ._held import GradientInTile, Together
+from ._tile_gradients import BackwardGradients, GradientInTile
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
 
@@ -36,7 +36,7 @@ class Gradients:
         self._summed: set[int] = set()
         self._handed_over: set[Unit] = set()
         # `param.grad` between backward and step, by parameter.
-        self.held: dict[int, GradientInTile] = {}
+        self.handles: dict[int, GradientInTile] = {}
         # Views of the buffers that gradients leave from, by unit and buffer.
         self._gradient_views: dict[tuple[Unit, int], dict[int, torch.Tensor]] = {}
         # Whether step() has used the gradients that `param.grad` still shows.
@@ -105,7 +105,7 @@ class Gradients:
 
     def put_away(self) -> None:
         """Takes handles away: autograd would add to them."""
-        if not self.held:
+        if not self.handles:
             self.applied = False
             return
         dropped, given = self.looked_at()
@@ -115,27 +115,27 @@ class Gradients:
             given = {key: grad for key, grad in given.items() if key not in emptied}
         else:
             emptied = set()
-        zeros = {key for key, held in self.held.items() if held.zero and key not in dropped} | emptied
+        zeros = {key for key, held in self.handles.items() if held.zero and key not in dropped} | emptied
         # Zeros to which nothing has come change nothing.
-        changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.held.values())
+        changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.handles.values())
         self._partial -= dropped | zeros
-        if len(dropped | zeros) == len(self.held) and not given:
+        if len(dropped | zeros) == len(self.handles) and not given:
             # Other ways to write zero_grad().
             self.forget_sums()
         elif self.applied:
             # An error when somebody uses them, and none where zero_grad() comes first: a critic's gradients of the generator's loss.
-            self._partial |= (self.held.keys() | given.keys()) - dropped - zeros
+            self._partial |= (self.handles.keys() | given.keys()) - dropped - zeros
             self.forget_sums()
         elif changed:
             raise NotSupported(
                 "some gradients were dropped or changed and more came: drop all of them, as optimizer.zero_grad() does, or change them after the last "
                 "backward of a step"
             )
-        elif any(held.scaled and float(held.scale) != 1.0 for held in self.held.values()):
+        elif any(held.scaled and float(held.scale) != 1.0 for held in self.handles.values()):
             raise NotSupported("gradients were clipped or scaled and more came: clip after the last backward of a step")
         self._zeroed = zeros
         self.drop()
-        self.held.clear()
+        self.handles.clear()
 
     def drop(self) -> None:
         with AS_TENSORS():
@@ -147,7 +147,7 @@ class Gradients:
         dropped, given = set(), {}
         with AS_TENSORS():
             for param in self._gathering.params:
-                held, grad = self.held.get(id(param)), param.grad
+                held, grad = self.handles.get(id(param)), param.grad
                 if grad is None:
                     if held is not None:
                         dropped.add(id(param))
@@ -207,13 +207,13 @@ class Gradients:
 
     def show(self) -> None:
         """Gives `param.grad` what stands for gradients that have come, or that a script has made zero."""
-        together, self.applied = Together(self.read), False
+        siblings, self.applied = BackwardGradients(self.read), False
         with AS_TENSORS():
             for param in self._gathering.params:
                 square_sum = self.square_sums.get(id(param))
                 if square_sum is None and id(param) not in self._zeroed:
                     continue
-                param.grad = self.held[id(param)] = held = GradientInTile(param, square_sum or 0.0, together)
+                param.grad = self.handles[id(param)] = held = GradientInTile(param, square_sum or 0.0, siblings)
                 held.zero, held.partial = square_sum is None, id(param) in self._partial
 
     def read(self, param: nn.Parameter) -> torch.Tensor:
@@ -241,7 +241,7 @@ class Gradients:
     def settle_changes(self, given: Mapping[int, torch.Tensor]) -> None:
         """Takes gradients to their tiles that a script has `given`, or changed in place, and zeros where it made them zero."""
         changed = dict(given)
-        for key, held in self.held.items():
+        for key, held in self.handles.items():
             if key not in given and (held.value is not None or held.zero):
                 changed[key] = held.value
         if given and self._ranks.count > 1:
@@ -260,12 +260,12 @@ class Gradients:
             self._read = None
             self._gathering.order.outside((True, unit.index))
             squares = self._ranks.sum(f"change the gradients of {unit.name}", list(self._core.write_gradients(unit.index, flat.data_ptr())))
-            together = Together(self.read)
+            siblings = BackwardGradients(self.read)
             for param, square_sum in zip(unit.params, squares):
                 if id(param) in changed:
                     self._summed.add(id(param))
                     self.square_sums[id(param)] = square_sum
-                    self.held[id(param)] = held = GradientInTile(param, square_sum, together)
+                    self.handles[id(param)] = held = GradientInTile(param, square_sum, siblings)
                     held.zero = changed[id(param)] is None
                     if id(param) not in given:
                         param.grad = held
@@ -302,7 +302,7 @@ class Gradients:
 
     def _clear_sums(self) -> None:
         self._forget_what_came()
-        self.held.clear()
+        self.handles.clear()
         self.applied = False
 
     def _forget_what_came(self) -> None:
@@ -319,7 +319,7 @@ class Gradients:
     def forget(self, zero: bool = False, of: Optional[set[int]] = None) -> None:
         """Drops this step's gradients, or makes them `zero`: a parameter that gets none is then updated with zeros. Where they are to be those `of`
         some parameters alone, the others' lack something from now on."""
-        left = set(self.held) - self.looked_at()[0]
+        left = set(self.handles) - self.looked_at()[0]
         if self.half_backward:
             self.drop_half()
         self.forget_sums()

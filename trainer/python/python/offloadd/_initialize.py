@@ -316,8 +316,8 @@ class TrainingEngine:
 
     @property
     def local_rank(self) -> int:
-        places = self.run.ranks.places
-        return places.rank - places.local.start
+        topology = self.run.ranks.topology
+        return topology.rank - topology.local.start
 
     @property
     def world_size(self) -> int:

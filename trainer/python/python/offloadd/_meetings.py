@@ -26,7 +26,7 @@ from . import _nodes
 from ._board import Board
 from ._console import say
 from ._errors import Error, NotSupported, OrderDiffers, RankGone
-from ._nodes import Link, Places
+from ._nodes import Link, Topology
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Meetings:
             )
         self._number = 0
         self._board: Optional[Board] = None
-        self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
+        self.topology = Topology() if self.count == 1 else _nodes.guess(self.rank, self.count)
         # The connection to other nodes, if there are several.
         self.link: Optional[Link] = None
         # Whether this rank comes to no meeting any more; and which other rank is gone, with its own reason or with what to do.
@@ -80,34 +80,34 @@ class Meetings:
         self._at_close = at_close
         store, key = dist.distributed_c10d._get_default_store(), f"offloadd/{_opened}"
         _opened += 1
-        self.places = places = _nodes.find(store, key, self.rank, self.count)
-        if places.nodes > 1 and not hasattr(store, "clone"):
+        self.topology = topology = _nodes.find(store, key, self.rank, self.count)
+        if topology.nodes > 1 and not hasattr(store, "clone"):
             raise NotSupported(f"torch {torch.__version__} has no Store.clone, which several nodes need: install a newer one (2.11 was tested)")
-        board = f"{key}/board/{places.node}"
+        board = f"{key}/board/{topology.node}"
         data_bytes = _DATA_BYTES + 16 * params
         failed = ""
-        if self.places.first_of_node:
+        if self.topology.first_of_node:
             file, path = tempfile.mkstemp(prefix="offloadd-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
             store.set(board, path)
         else:
             path = store.get(board).decode()
         try:
-            file = file if self.places.first_of_node else os.open(path, os.O_RDWR)
+            file = file if self.topology.first_of_node else os.open(path, os.O_RDWR)
             self._board = Board(file, self.count, data_bytes)
             os.close(file)
             self._board.set_process(self.rank, os.getpid())
         except OSError as error:
             failed = f"rank {self.rank} cannot use {path}: {error.strerror}; all ranks of a node must see the same /dev/shm, as in one container"
-        if places.nodes > 1:
-            self.link = Link(store, key, places)
+        if topology.nodes > 1:
+            self.link = Link(store, key, topology)
         # Until then there are no process numbers to look at.
         store.set(f"{key}/open/{self.rank}", failed)
         opened = [store.get(f"{key}/open/{rank}").decode() for rank in range(self.count)]
-        if self.places.first_of_node:
+        if self.topology.first_of_node:
             os.unlink(path)
         if any(opened):
             raise NotSupported(next(filter(None, opened)))
-        self._processes = {rank: self._board.process(rank) for rank in places.local if rank != self.rank}
+        self._processes = {rank: self._board.process(rank) for rank in topology.local if rank != self.rank}
         self._main, self._process = threading.current_thread().ident, os.getpid()
         self._woken, self._wake = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
@@ -133,7 +133,7 @@ class Meetings:
             late = [rank for rank in ranks if board.number(rank) < number]
             if not late:
                 break
-            if self.link is not None and self.places.first_of_node and not any(rank in self.places.local for rank in late):
+            if self.link is not None and self.topology.first_of_node and not any(rank in self.topology.local for rank in late):
                 self._exchange_nodes(number)
             now = time.monotonic()
             if now - looked > _LOOK_S:
@@ -146,15 +146,15 @@ class Meetings:
             pause = min(2 * pause, 1e-3)
         if any(board.what(rank, number) != what for rank in ranks):
             # Another rank may have left this meeting already. It is stopped at its next one.
-            places = [f'rank {rank}: "{board.what(rank, number)}"' for rank in ranks]
-            raise self._fail(OrderDiffers(f"the ranks are about to do different things: {'; '.join(places)}. {_SAME_ORDER}"))
+            waiting = [f'rank {rank}: "{board.what(rank, number)}"' for rank in ranks]
+            raise self._fail(OrderDiffers(f"the ranks are about to do different things: {'; '.join(waiting)}. {_SAME_ORDER}"))
         return [board.data(rank, number) for rank in ranks]
 
     def _exchange_nodes(self, number: int) -> None:
         """Writes on the board what the ranks of other nodes bring to a meeting to which all ranks of this node have come, if it is there."""
         board = self._board
         try:
-            brought = self.link.exchange_parts(number, lambda: [(board.what(rank, number), board.data(rank, number)) for rank in self.places.local])
+            brought = self.link.exchange_parts(number, lambda: [(board.what(rank, number), board.data(rank, number)) for rank in self.topology.local])
         except RuntimeError as error:
             self.raise_own()
             raise self.blame(error, _nodes._SILENT_S + 2) from error
@@ -200,7 +200,7 @@ class Meetings:
         return error
 
     def _stuck(self, rank: int) -> bool:
-        if rank not in self.places.local:
+        if rank not in self.topology.local:
             return self._told(rank).get("waited_s", 0) > _STUCK_S
         since = self._board.waits_since(rank)
         return 0 < since < time.monotonic() - _STUCK_S
@@ -216,14 +216,14 @@ class Meetings:
         """The position of each rank."""
         ats = [self._at(rank) for rank in range(self.count)]
         newest = max(number for number, _, _ in ats)
-        places = []
+        lines = []
         for rank, (number, what, where) in enumerate(ats):
             if number == newest:
-                places.append(f'rank {rank} waits at "{what}"')
+                lines.append(f'rank {rank} waits at "{what}"')
                 continue
             passed = f'has passed "{what}"' if number else "has met no other rank yet"
-            places.append(f"rank {rank} {passed}" + (f" and is at {where}" if where else ""))
-        return "; ".join(places)
+            lines.append(f"rank {rank} {passed}" + (f" and is at {where}" if where else ""))
+        return "; ".join(lines)
 
     def end(self, why: str) -> None:
         """Tells the others that this rank comes to no meeting any more."""
@@ -269,12 +269,12 @@ class Meetings:
                 self.end(str(failed))
                 raise failed
             self._noticed = False
-            raise failed if self.places.nodes == 1 else type(failed)(f"node {self.places.node}: {failed}") from failed
+            raise failed if self.topology.nodes == 1 else type(failed)(f"node {self.topology.node}: {failed}") from failed
         for rank, text in enumerate(told):
             if text:
                 if ends:
                     self.end(f"rank {rank} failed")
-                node = f" (node {self.places.node_of(rank)})" if self.places.nodes > 1 else ""
+                node = f" (node {self.topology.node_of(rank)})" if self.topology.nodes > 1 else ""
                 raise Error(f"{what}: rank {rank}{node} failed: {text.decode(errors='replace')}")
         return result
 
@@ -331,7 +331,7 @@ class Meetings:
             # The script learns it with its next call, but may wait for a rank that waits for this one's commit.
             self._board.end(self.rank, self._given_up)
             self._lost(f"rank {self.rank} has failed: {self._given_up}", _GRACE_S)
-        elif any(self._has_ended(rank) for rank in range(self.count) if rank not in self.places.local):
+        elif any(self._has_ended(rank) for rank in range(self.count) if rank not in self.topology.local):
             self._lost(self._gone, _GRACE_S)
         elif silent := link.silent():
             self._lost(f"{silent}; {_AGAIN}", _SILENT_GRACE_S)

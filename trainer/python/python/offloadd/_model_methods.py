@@ -35,8 +35,8 @@ class ModelMethods:
             save, on_first = model.save_pretrained, self._gathering.on_first
             # Weights that are in memory already need nobody else: the Trainer writes them on the first rank alone.
             alone = lambda kwargs: kwargs.get("state_dict") is not None
-            together = lambda *args, **kwargs: save(*args, **kwargs) if alone(kwargs) else on_first(lambda: save(*args, **kwargs))
-            model.save_pretrained = functools.wraps(save)(together)
+            on_all = lambda *args, **kwargs: save(*args, **kwargs) if alone(kwargs) else on_first(lambda: save(*args, **kwargs))
+            model.save_pretrained = functools.wraps(save)(on_all)
 
     def end(self) -> None:
         """Gives the model its own methods back."""
@@ -78,5 +78,5 @@ def _generate_together(model: nn.Module, gathering: Gathering) -> None:
     if generate is None or "synced_gpus" not in inspect.signature(generate).parameters:
         return
     plain = model.generate
-    together = lambda *args, **kwargs: plain(*args, **{**kwargs, "synced_gpus": not gathering.whole})
-    model.generate = functools.wraps(plain)(together)
+    on_all = lambda *args, **kwargs: plain(*args, **{**kwargs, "synced_gpus": not gathering.whole})
+    model.generate = functools.wraps(plain)(on_all)

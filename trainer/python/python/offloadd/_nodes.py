@@ -38,7 +38,7 @@ _LENGTHS = struct.Struct("<qq")
 
 
 @dataclass(frozen=True)
-class Places:
+class Topology:
     """The place of a rank among the ranks and nodes of its run."""
 
     rank: int = 0
@@ -72,22 +72,22 @@ class Places:
         return self.rank in self.first_ranks
 
 
-def guess(rank: int, count: int) -> Places:
-    """The places of a run that is only planned: nodes of as many ranks as this one has."""
+def guess(rank: int, count: int) -> Topology:
+    """The topology of a run that is only planned: nodes of as many ranks as this one has."""
     local = _local()
     size = local[1] if local is not None and count % local[1] == 0 else count
-    return Places(rank, count, tuple(range(0, count, size)), ("",) * count)
+    return Topology(rank, count, tuple(range(0, count, size)), ("",) * count)
 
 
-def find(store: Any, key: str, rank: int, count: int) -> Places:
+def find(store: Any, key: str, rank: int, count: int) -> Topology:
     """Asks all ranks where they are. The launcher's variables count; without them, ranks on one machine are a node."""
     store.set(f"{key}/place/{rank}", json.dumps([_local(), _machine(), socket.gethostname()]))
     told = [json.loads(store.get(f"{key}/place/{one}")) for one in range(count)]
-    places = [local for local, _, _ in told]
-    if None in places:
+    local_numbers = [local for local, _, _ in told]
+    if None in local_numbers:
         machines = [machine for _, machine, _ in told]
-        places = [[machines[:one].count(machine), machines.count(machine)] for one, machine in enumerate(machines)]
-    return Places(rank, count, tuple(_offloadd.first_ranks(places)), tuple(host for _, _, host in told))
+        local_numbers = [[machines[:one].count(machine), machines.count(machine)] for one, machine in enumerate(machines)]
+    return Topology(rank, count, tuple(_offloadd.first_ranks(local_numbers)), tuple(host for _, _, host in told))
 
 
 def _local() -> Optional[list[int]]:
@@ -107,15 +107,15 @@ def _machine() -> str:
 class Link:
     """The connection of a rank to those of other nodes."""
 
-    def __init__(self, store: Any, key: str, places: Places) -> None:
-        self._key, self._places = key, places
+    def __init__(self, store: Any, key: str, topology: Topology) -> None:
+        self._key, self._topology = key, topology
         # Its server may end with it, and a script may end its process group before the run.
         self._store = store
         self._meetings, self._states, self._commits = (store.clone() for _ in range(3))
-        self._others = [rank for rank in range(places.count) if rank not in places.local]
+        self._others = [rank for rank in range(topology.count) if rank not in topology.local]
         # Rank 0 tells which others are connected.
-        self._heeded = sorted({*self._others, 0} - {places.rank})
-        self._connections = Connections(store, key, places.rank, set(range(places.count)) - set(places.ranks_of(0)))
+        self._heeded = sorted({*self._others, 0} - {topology.rank})
+        self._connections = Connections(store, key, topology.rank, set(range(topology.count)) - set(topology.ranks_of(0)))
         self._sent = 0
         # What this rank tells the others of itself. Several threads update it.
         self.state: dict[str, Any] = {}
@@ -147,11 +147,11 @@ class Link:
         self._connections.close()
 
     def _leave(self, within_s: float) -> None:
-        if self._places.rank > 0:
-            self._states.set(f"{self._key}/left/{self._places.rank}", "")
+        if self._topology.rank > 0:
+            self._states.set(f"{self._key}/left/{self._topology.rank}", "")
             return
         until = time.monotonic() + within_s
-        left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count) if rank not in self._silent()]
+        left = [f"{self._key}/left/{rank}" for rank in range(1, self._topology.count) if rank not in self._silent()]
         while left and time.monotonic() < until and not self._states.check(left):
             time.sleep(_PAUSE_S)
 
@@ -163,16 +163,16 @@ class Link:
         key = f"{self._key}/meeting"
         if self._sent < number:
             self._sent = number
-            self._meetings.set(f"{key}/{self._places.node}/{number}", b"".join(map(_packed, parts())))
+            self._meetings.set(f"{key}/{self._topology.node}/{number}", b"".join(map(_packed, parts())))
             # All nodes have left the last meeting but one: they came to the last one.
-            self._meetings.delete_key(f"{key}/{self._places.node}/{number - 2}")
-        nodes = [node for node in range(self._places.nodes) if node != self._places.node]
+            self._meetings.delete_key(f"{key}/{self._topology.node}/{number - 2}")
+        nodes = [node for node in range(self._topology.nodes) if node != self._topology.node]
         keys = [f"{key}/{node}/{number}" for node in nodes]
         if not self._meetings.check(keys):
             return None
         brought = {}
         for node, data in zip(nodes, self._meetings.multi_get(keys)):
-            brought.update(zip(self._places.ranks_of(node), _unpacked(data)))
+            brought.update(zip(self._topology.ranks_of(node), _unpacked(data)))
         return brought
 
     # States
@@ -188,9 +188,9 @@ class Link:
     def silent(self) -> str:
         """Which rank of another node has not been heard for too long; empty if none."""
         self._connections.check()
-        if self._places.rank == 0:
-            self.state.update(connected=[*self._places.local, *self._connections.ranks])
-        store = f"rank 0 on {self._places.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
+        if self._topology.rank == 0:
+            self.state.update(connected=[*self._topology.local, *self._connections.ranks])
+        store = f"rank 0 on {self._topology.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
         if self._lost:
             return f"{store} is gone"
         if self._now - self._heard > _SILENT_S:
@@ -200,14 +200,14 @@ class Link:
             return ""
         rank = silent[0]
         since = f"has not answered for {self._heard - self._seen[rank]:.0f} s"
-        return f"rank {rank} (node {self._places.node_of(rank)}, {self._places.hosts[rank]}) {since}"
+        return f"rank {rank} (node {self._topology.node_of(rank)}, {self._topology.hosts[rank]}) {since}"
 
     def _silent(self) -> list[int]:
         return [rank for rank in self._others if self._heard - self._seen[rank] > self._allowed_s(rank) and not self._told[rank].get("left")]
 
     def _allowed_s(self, rank: int) -> float:
         """Time for which a rank of another node may be silent."""
-        first = 0 in (rank, self._places.rank)
+        first = 0 in (rank, self._topology.rank)
         connected = self._connections.ranks if first else self._told[0].get("connected", ())
         return _SILENT_CONNECTED_S if rank in connected else _SILENT_S
 
@@ -226,7 +226,7 @@ class Link:
 
     def _tell_once(self) -> None:
         self._rounds += 1
-        self._states.set(f"{self._key}/state/{self._places.rank}", json.dumps({**self.state, "round": self._rounds}))
+        self._states.set(f"{self._key}/state/{self._topology.rank}", json.dumps({**self.state, "round": self._rounds}))
 
     def _read_states(self) -> None:
         now = self._now
@@ -240,12 +240,12 @@ class Link:
 
     def _commit(self) -> None:
         """Carries the messages of the swapper's commits."""
-        number, ranks = 0, range(self._places.count)
+        number, ranks = 0, range(self._topology.count)
         while (own := self.exchange.next()) is not None:
             number += 1
             try:
-                self._commits.set(f"{self._key}/commit/{self._places.rank}/{number}", own)
-                self._commits.delete_key(f"{self._key}/commit/{self._places.rank}/{number - 2}")
+                self._commits.set(f"{self._key}/commit/{self._topology.rank}/{number}", own)
+                self._commits.delete_key(f"{self._key}/commit/{self._topology.rank}/{number - 2}")
                 keys, pause = [f"{self._key}/commit/{rank}/{number}" for rank in ranks], 1e-3
                 while not self._commits.check(keys):
                     if self._leaves.wait(pause):

@@ -77,7 +77,7 @@ def open_tiles(plan: Plan, layout: Layout, ranks: Ranks, state_dir: Path, resume
     same, of_node = described(plan.engine_plan)
     ranks.compare(json.dumps([layout.units, same, plan.settings.use_node_local_storage]), of_node)
     if ranks.first_of_node:
-        ranks.together("look for the run", lambda: begin_part(plan, ranks.places, resume))
+        ranks.together("look for the run", lambda: begin_part(plan, ranks.topology, resume))
     else:
         ranks.meet("look for the run")
     start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first_of_node else None
@@ -114,7 +114,7 @@ def agree_on_copies(plan: Plan, ranks: Ranks) -> None:
     if not why:
         ranks.transfers.copies = {}
     elif set(whys) != {why}:
-        why = f"node {ranks.places.node_of(whys.index(why))}: {why}"
+        why = f"node {ranks.topology.node_of(whys.index(why))}: {why}"
     if ranks.first:
         say(f"{plan.run_dir}: {plan.network(why)}")
 

@@ -104,12 +104,12 @@ def _elems_of(named: Sequence[tuple[str, nn.Parameter]], ranks: Ranks) -> list[t
 
 
 def _plan(settings: Settings, directory: Path, units: list[ParamUnit], ranks: Ranks, gpu: Any) -> Plan:
-    plan = Plan(settings, directory, units, ranks.places, gpu)
+    plan = Plan(settings, directory, units, ranks.topology, gpu)
     if any(unit.sharded for unit in units):
         # The parts of ranks are whole tiles, whose size depends on that of the parts.
         for unit in units:
             unit.divide(plan.figures["tile_elems"])
-        plan = Plan(settings, directory, units, ranks.places, gpu, plan.figures["tile_elems"])
+        plan = Plan(settings, directory, units, ranks.topology, gpu, plan.figures["tile_elems"])
     ranks.divide((unit for unit in units if not unit.sharded), (elems for unit, elems in zip(units, plan.figures["shard_elems"]) if not unit.sharded))
     return plan
 

@@ -15,7 +15,7 @@ from . import _offloadd
 from ._config import Settings
 from ._errors import Error, NoSpace, NotSupported
 from ._memory import GpuDevice
-from ._nodes import Places
+from ._nodes import Topology
 from ._program import BIN
 from ._units import Unit
 
@@ -37,7 +37,7 @@ class Plan:
         settings: Settings,
         run_dir: Path,
         units: list[Unit],
-        places: Places = Places(),
+        topology: Topology = Topology(),
         gpu: Optional[GpuDevice] = None,
         tile_elems: Optional[int] = None,
         bus_bytes: int = 0,
@@ -46,12 +46,12 @@ class Plan:
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
-        self.run_dir, self.job = part_of(run_dir, places.node)
+        self.run_dir, self.job = part_of(run_dir, topology.node)
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
         self.params = sum(unit.numel for unit in units)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, topology, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         # Inputs of checkpointed blocks, where they are planned, wait in host memory beside the tiles.
@@ -63,16 +63,16 @@ class Plan:
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
         # there is nothing to keep.
         self.copy_bytes, self.why_no_copy = 0, None
-        if places.nodes > 1 and not settings.parameters_stay:
-            self.copy_bytes, self.why_no_copy = self._copy(units, places)
+        if topology.nodes > 1 and not settings.parameters_stay:
+            self.copy_bytes, self.why_no_copy = self._copy(units, topology)
             self.host_bytes += self.copy_bytes
 
-    def _copy(self, units: list[Unit], places: Places) -> tuple[int, str]:
+    def _copy(self, units: list[Unit], topology: Topology) -> tuple[int, str]:
         if self.settings.shard == "all":
             return 0, "offloadd.shard"
-        local, parts = len(places.local), []
+        local, parts = len(topology.local), []
         for unit, shard_elems in zip(units, self.figures["shard_elems"]):
-            part, rest = divmod(shard_elems * places.count * unit.dtype.itemsize, local)
+            part, rest = divmod(shard_elems * topology.count * unit.dtype.itemsize, local)
             if rest:
                 return 0, f"{local} ranks cannot keep equal parts of {unit.name or 'what is in no block'}"
             # PyTorch pins memory in sizes that are powers of two.
@@ -179,7 +179,7 @@ def engine_plan(
     settings: Settings,
     run_dir: Path,
     units: list[Unit],
-    places: Places,
+    topology: Topology,
     gpu: Optional[int],
     tile_elems: Optional[int] = None,
     bus_bytes: int = 0,
@@ -188,7 +188,7 @@ def engine_plan(
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
     where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned. `on_gpu`: the model will compute
     on a GPU that is not at hand."""
-    part, job = part_of(run_dir, places.node)
+    part, job = part_of(run_dir, topology.node)
     trains = any(unit.trained for unit in units)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
@@ -212,17 +212,17 @@ def engine_plan(
         # Deferred updates let the engine read ahead across the end of a pass, also where there are none.
         "deferred": settings.optimizer_step == "deferred" or not trains,
         "resident_fraction": settings.resident_fraction,
-        "gradients_fraction": _gradients_fraction(settings, units, places),
+        "gradients_fraction": _gradients_fraction(settings, units, topology),
         "moments": settings.moments,
         "master": _master(settings, units),
         "optimizer": settings.rule,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
-        "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
-        **(_updaters(settings, gpu, len(places.local), on_gpu) if trains else {"update_threads": 1, "update_gpu": None}),
-        "rank": places.rank,
-        "ranks": places.count,
-        "first_ranks": places.first_ranks,
+        "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // topology.count // 8, 4 << 30)),
+        **(_updaters(settings, gpu, len(topology.local), on_gpu) if trains else {"update_threads": 1, "update_gpu": None}),
+        "rank": topology.rank,
+        "ranks": topology.count,
+        "first_ranks": topology.first_ranks,
         "run": job_of(run_dir),
         "tile_elems": tile_elems,
         "bus_bytes": bus_bytes,
@@ -253,14 +253,14 @@ def described(plan: str) -> tuple[str, str]:
     return json.dumps([same, bool(values["nvme"] or values["socket"])]), json.dumps(of_node)
 
 
-def _gradients_fraction(settings: Settings, units: list[Unit], places: Places) -> float:
+def _gradients_fraction(settings: Settings, units: list[Unit], topology: Topology) -> float:
     """The fraction of the gradients that stays in host memory: all if they take at most half of what is available."""
     if settings.gradients in ("cpu", "nvme"):
         return 1.0 if settings.gradients == "cpu" else 0.0
     # What is available says nothing of a quota.
     available = None if settings.socket else _offloadd.host_available_bytes()
-    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // places.count
-    fits = available is not None and wanted <= available // len(places.local) // 2
+    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // topology.count
+    fits = available is not None and wanted <= available // len(topology.local) // 2
     return 1.0 if fits else settings.resident_fraction
 
 

@@ -11,7 +11,7 @@ from typing import Any, Iterable
 
 from ._errors import Error
 from ._meetings import Meetings
-from ._nodes import Places
+from ._nodes import Topology
 from ._transfers import Transfers
 from ._units import Unit
 
@@ -30,8 +30,8 @@ class Ranks:
         self.meetings.open(params, self.transfers.end)
 
     @property
-    def places(self) -> Places:
-        return self.meetings.places
+    def topology(self) -> Topology:
+        return self.meetings.topology
 
     @property
     def first(self) -> bool:
@@ -41,7 +41,7 @@ class Ranks:
     @property
     def first_of_node(self) -> bool:
         """Whether this rank manages its node's directory and daemon."""
-        return self.meetings.places.first_of_node
+        return self.meetings.topology.first_of_node
 
     def first_bytes(self, what: str, data: bytes) -> bytes:
         """The first rank's data, on all ranks."""
@@ -50,18 +50,18 @@ class Ranks:
     def by_node(self, what: str, value: Any) -> list[Any]:
         """What the first rank of each node tells, in the order of nodes: values of JSON. All ranks must call it."""
         told = self.meet(what, json.dumps(value).encode())
-        return [json.loads(told[first]) for first in self.places.first_ranks]
+        return [json.loads(told[first]) for first in self.topology.first_ranks]
 
     def first_of_node_bytes(self, what: str, data: bytes) -> bytes:
         """The data of the first rank of this rank's node."""
-        return self.meet(what, data)[self.places.local.start]
+        return self.meet(what, data)[self.topology.local.start]
 
     def compare(self, described: str, machine: str) -> None:
         """Refuses ranks whose model and settings are described otherwise than the first rank's, or whose machine is described otherwise
         than by the first rank of its node."""
         told = self.meet("compare models and settings", b"".join(hashlib.sha256(text.encode()).digest() for text in (described, machine)))
         for rank, digests in enumerate(told):
-            first = self.places.ranks_of(self.places.node_of(rank)).start
+            first = self.topology.ranks_of(self.topology.node_of(rank)).start
             if digests[:32] == told[0][:32] and digests[32:] == told[first][32:]:
                 continue
             than = 0 if digests[:32] != told[0][:32] else first

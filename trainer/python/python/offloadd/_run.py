@@ -97,12 +97,12 @@ def prepare(
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = not settings.parameters_stay or on_meta
     wanted, ranks, sequences = units or settings.units or None, Ranks(), None
-    experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, together=ranks.count > 1)
+    experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
         found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart)
         if plan_only:
-            return Plan(settings, directory, found, ranks.places)
+            return Plan(settings, directory, found, ranks.topology)
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
         sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
@@ -135,7 +135,7 @@ def _opened(
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
     ranks.open(sum(len(unit.params) for unit in found))
     try:
-        plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.places, gpu))
+        plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
         begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume)

@@ -16,7 +16,7 @@ from . import _offloadd
 from ._config import Settings
 from ._console import say
 from ._errors import Error, LayoutChanged
-from ._nodes import Places
+from ._nodes import Topology
 from ._plan import Plan, bytes_text, part_of, program_of
 
 # Names and shapes of the run's parameters, written with the first commit.
@@ -136,7 +136,7 @@ def check_moments(run_dir: Path, settings: Settings) -> None:
         )
 
 
-def begin_part(plan: Plan, places: Places, resume: bool) -> None:
+def begin_part(plan: Plan, topology: Topology, resume: bool) -> None:
     """Checks that this node has its own part of the run, as far as there is one, and notes where its tiles lie. Without `resume`, tiles
     that are divided among several nodes are removed: all of them begin anew. So are tiles of a run whose directory was deleted."""
     run_dir, settings = plan.run_dir, plan.settings
@@ -144,17 +144,17 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
     with contextlib.suppress(ValueError):
         store = json.loads(kept)
         nodes = store.get("nodes", 1)
-        if not resume and max(nodes, places.nodes) > 1:
+        if not resume and max(nodes, topology.nodes) > 1:
             remove_store(store)
             (run_dir / LAYOUT).unlink(missing_ok=True)
-        elif nodes != places.nodes and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
+        elif nodes != topology.nodes and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
             raise Error(
-                f"{run_dir}: the run's state is divided over {nodes} node(s), and this start has {places.nodes}: start {nodes} node(s), or "
+                f"{run_dir}: the run's state is divided over {nodes} node(s), and this start has {topology.nodes}: start {nodes} node(s), or "
                 f"{_offloadd.BEGIN_ANEW}"
             )
     files = [directory / f"offloadd-{plan.job}.tiles" for directory in settings.nvme]
     if resume and not any(file.exists() for file in files):
-        _check_drives(settings, part_of(plan.base_dir, 0)[1], places.node)
+        _check_drives(settings, part_of(plan.base_dir, 0)[1], topology.node)
     store = {"run_dir": str(run_dir), "job": plan.job, "device_files": list(map(str, files)), "program": program_of(settings)}
     store["socket"] = str(settings.socket.absolute()) if settings.socket else None
     if settings.moments != "fp32":
@@ -163,10 +163,10 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
         store["master"] = settings.master
     if settings.rule != "AdamW":
         store["optimizer"] = settings.rule
-    if places.nodes > 1 and settings.device == "nvme":
-        store["nodes"] = places.nodes
+    if topology.nodes > 1 and settings.device == "nvme":
+        store["nodes"] = topology.nodes
     text = json.dumps(store)
-    if not kept and places.nodes == 1 and (left := _remove_left(store)):
+    if not kept and topology.nodes == 1 and (left := _remove_left(store)):
         say(f"{run_dir} is a new directory, so the run begins anew: removed the tiles of an earlier run whose directory was deleted, {left}")
     # A start that is killed here must not lose what is there.
     if kept != text:

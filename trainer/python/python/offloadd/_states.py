@@ -28,7 +28,7 @@ def safe_get_full_grad(param: torch.Tensor) -> Optional[torch.Tensor]:
     """The fp32 gradient of the step so far, the mean over the ranks; None where none has come since the last step. Clipping in `step` is not
     in it, the loss scale of fp16 is."""
     run = run_of(param)
-    held = None if run is None else run.engine.gradients.held.get(id(param))
+    held = None if run is None else run.engine.gradients.handles.get(id(param))
     if held is None or held is not param.grad:
         return None
     if held.value is not None or held.zero:

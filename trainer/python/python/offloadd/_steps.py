@@ -10,7 +10,7 @@ import torch
 from ._commits import Commits
 from ._console import say
 from ._errors import Error
-from ._held import PARTIAL, GradientInTile
+from ._tile_gradients import PARTIAL, GradientInTile
 from ._supported_optimizers import check_settings
 
 
@@ -27,7 +27,7 @@ class Steps:
             raise Error("the last backward did not end, so some gradients are missing: call zero_grad() and continue with the next batch")
         self.engine.gathering.refuse_writes()
         dropped, given = gradients.looked_at()
-        if not given and len(dropped) == len(gradients.held):
+        if not given and len(dropped) == len(gradients.handles):
             # As plain PyTorch: parameters without gradients stay as they are.
             gradients.forget_sums()
             return
@@ -36,7 +36,7 @@ class Steps:
         check_settings(commits.optimizer)
         groups, group_of = groups_of(commits.optimizer)
         gradients.settle_changes(given)
-        came = {key: held for key, held in gradients.held.items() if key not in dropped}
+        came = {key: held for key, held in gradients.handles.items() if key not in dropped}
         if any(held.partial for key, held in came.items() if key in group_of):
             raise Error(PARTIAL)
         scales = self._scales(came)

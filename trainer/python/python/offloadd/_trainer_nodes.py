@@ -28,7 +28,7 @@ def bring_checkpoints(trainer: Any, settings: Settings, resumes: bool, checkpoin
     ranks.open(0)
     try:
         output_dir = Path(trainer.args.output_dir)
-        if ranks.places.nodes == 1:
+        if ranks.topology.nodes == 1:
             return resumes, checkpoint
         trainer.args.save_on_each_node = separate(ranks, output_dir)
         if not trainer.args.save_on_each_node:
@@ -38,8 +38,8 @@ def bring_checkpoints(trainer: Any, settings: Settings, resumes: bool, checkpoin
         if all(told[0] for told in have):
             return resumes, checkpoint
         if checkpoint is True:
-            lacking = [str(ranks.places.node_of(rank)) for rank in ranks.places.first_ranks if not have[rank][0]]
-            if len(lacking) < ranks.places.nodes:
+            lacking = [str(ranks.topology.node_of(rank)) for rank in ranks.topology.first_ranks if not have[rank][0]]
+            if len(lacking) < ranks.topology.nodes:
                 say(f"nodes without a part of the run ({', '.join(lacking)}): training resumes from the newest checkpoint")
             path = _newest(ranks, output_dir)
         else:
@@ -63,7 +63,7 @@ def _exchange_random_states(trainer: Any) -> None:
         plain(trainer, output_dir)
         ranks, directory = trainer.model_wrapped.run.ranks, Path(output_dir)
         ranks.meet("write the Trainer's random numbers")
-        names = [f"rng_state_{rank}.pth" for rank in ranks.places.local]
+        names = [f"rng_state_{rank}.pth" for rank in ranks.topology.local]
         files = lambda: Files(directory, [], [described(directory, name) for name in names])
         copy(ranks, "copy the Trainer's random numbers", directory, lambda: on_files(directory, files))
 
@@ -89,10 +89,10 @@ def _restore_on_nodes(ranks: Ranks, settings: Settings, path: Path) -> None:
     restore_here(settings, ranks, path, None)
     if all(one[0] == told[source][0] and one[2] == told[source][2] for one in told):
         return
-    lacks = ranks.first_of_node and ranks.places.node != source
+    lacks = ranks.first_of_node and ranks.topology.node != source
     room = lambda: check_room(path, told[source][3]) if lacks else None
     ranks.together("make room for the Trainer's files", lambda: on_files(path, room), ends=False)
-    sent = names if ranks.places.node == source else []
+    sent = names if ranks.topology.node == source else []
     files = lambda: Files(path, [], [described(path, name) for name in sent])
     copy(ranks, "copy the Trainer's files", path, lambda: on_files(path, files), receives=lacks)
 

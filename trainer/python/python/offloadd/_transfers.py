@@ -59,11 +59,11 @@ class Transfers:
 
     def _copied(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a unit's bytes that this rank keeps of the node's copy."""
-        local = self._meetings.places.local
+        local = self._meetings.topology.local
         part = len(whole) // len(local)
         return whole[(self._rank - local.start) * part :][:part]
 
-    def together(self, what: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run_collective(self, what: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The result of operations of torch.distributed that `call` makes in a group of the script's."""
         self._meet(what)
         with self.failures_blamed():
@@ -96,11 +96,11 @@ class Transfers:
         """Prepares `gather_nodes`. All ranks must call it."""
         if "nodes" not in self._groups:
             self._meet("open the group of the nodes")
-            self._groups["nodes"] = dist.new_group(list(self._meetings.places.first_ranks), backend="gloo", timeout=_TRANSFER_MAX)
+            self._groups["nodes"] = dist.new_group(list(self._meetings.topology.first_ranks), backend="gloo", timeout=_TRANSFER_MAX)
 
     def gather_nodes(self, own: bytes) -> list[bytes]:
         """The bytes of all nodes, of equal length. The first ranks of the nodes call it."""
-        size, nodes = len(own), self._meetings.places.nodes
+        size, nodes = len(own), self._meetings.topology.nodes
         if not size:
             return [own] * nodes
         whole = bytearray(size * nodes)
@@ -115,11 +115,11 @@ class Transfers:
         key = tensor.device.type + " of the node" * of_node
         if key not in self._groups:
             backend = "gloo" if tensor.device.type == "cpu" else "nccl"
-            places = self._meetings.places
+            topology = self._meetings.topology
             # All ranks must make the groups of all nodes.
-            ranks = [list(places.ranks_of(node)) for node in range(places.nodes)] if of_node else [None]
+            ranks = [list(topology.ranks_of(node)) for node in range(topology.nodes)] if of_node else [None]
             groups = [dist.new_group(of_one, backend=backend, timeout=_TRANSFER_MAX) for of_one in ranks]
-            self._groups[key] = groups[places.node if of_node else 0]
+            self._groups[key] = groups[topology.node if of_node else 0]
         return self._groups[key]
 
     @contextlib.contextmanager

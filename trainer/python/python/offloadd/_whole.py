@@ -68,6 +68,6 @@ class Whole:
         device = gathering.units[0].flat.device
         if device.type == "cuda":
             stats = torch.cuda.memory_stats(device)
-            held = lambda what: stats.get(f"{what}_bytes.all.current", 0)
-            return torch.cuda.mem_get_info(device)[0] + max(0, held("reserved") - held("allocated") - held("inactive_split"))
-        return (_offloadd.host_available_bytes() or 0) // len(gathering.ranks.places.local)
+            bytes_of = lambda what: stats.get(f"{what}_bytes.all.current", 0)
+            return torch.cuda.mem_get_info(device)[0] + max(0, bytes_of("reserved") - bytes_of("allocated") - bytes_of("inactive_split"))
+        return (_offloadd.host_available_bytes() or 0) // len(gathering.ranks.topology.local)

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 UNSCALED = torch.ones(())
 
 
-class Together:
+class BackwardGradients:
     """The gradients of one backward. What they share is computed once, since each computation on a GPU is waited for."""
 
     def __init__(self, read: Optional[Callable[[torch.Tensor], torch.Tensor]] = None) -> None:
@@ -46,7 +46,7 @@ class GradientInTile(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    together: Together
+    siblings: BackwardGradients
     param: "weakref.ref[torch.Tensor]"
     # Computed with those of the others, for the next who asks.
     found_norm: Optional[torch.Tensor]
@@ -63,10 +63,10 @@ class GradientInTile(torch.Tensor):
     partial: bool
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, square_sum: float, together: Together) -> "GradientInTile":
+    def __new__(cls, param: torch.Tensor, square_sum: float, siblings: BackwardGradients) -> "GradientInTile":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
-        together.handles.append(weakref.ref(held))
-        held.together, held.param, held.found_norm = together, weakref.ref(param), None
+        siblings.handles.append(weakref.ref(held))
+        held.siblings, held.param, held.found_norm = siblings, weakref.ref(param), None
         held.square_sum = square_sum
         held.scale = UNSCALED
         held.scaled = False
@@ -174,7 +174,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def _values(held: GradientInTile) -> torch.Tensor:
     if held.value is not None:
         return held.value
-    read, param = held.together.read(), held.param()
+    read, param = held.siblings.read(), held.param()
     if held.zero or read is None or param is None:
         return torch.zeros(held.shape, dtype=held.dtype, device=held.device)
     value = read(param)
@@ -190,7 +190,7 @@ def _norm_of_one(args: Any, kwargs: Any) -> Any:
     if _order(args, kwargs) != 2 or len(args) > 2 or kwargs.keys() - {"ord"}:
         return _BY_VALUES
     if one.found_norm is None:
-        handles = [held for held in (handle() for handle in one.together.handles) if held is not None]
+        handles = [held for held in (handle() for handle in one.siblings.handles) if held is not None]
         for held, norm in zip(handles, _norms(handles)):
             held.found_norm = norm
     norm, one.found_norm = one.found_norm, None
@@ -224,7 +224,7 @@ def _scale(grads: Any, factor: Any, result: Any = None) -> Any:
             one.value.mul_(factor)
             one.found_norm = None
         elif not one.zero:
-            one.scale, one.scaled, one.found_norm = one.together.product(one.scale, factor), True, None
+            one.scale, one.scaled, one.found_norm = one.siblings.product(one.scale, factor), True, None
     return result
 
 
