@@ -12,7 +12,7 @@ use training_run::computation::queries_at_a_time;
 use training_run::model::ModelConfig;
 
 /// Options of one layer's attention.
-pub(super) struct Attention<'a> {
+pub(super) struct AutogradAttention<'a> {
     pub(super) config: &'a ModelConfig,
     /// Rotates query and key; `None` if positions are learned.
     pub(super) rotary: Option<&'a Rotary>,
@@ -24,7 +24,7 @@ pub(super) struct Attention<'a> {
     pub(super) masks: Masks,
 }
 
-impl Attention<'_> {
+impl AutogradAttention<'_> {
     /// Computes attention of query, key and value, each [micro_batch, seq_len, heads * head_dim]. The result
     /// has the kind that matrix products take.
     pub(super) fn forward(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::ComputeError;
-use super::attention::Attention;
+use super::attention::AutogradAttention;
 use super::documents::Documents;
 use super::dropout::{DropoutSite, Masks};
 use super::linear::{linear, product_input};
@@ -15,8 +15,8 @@ use super::params::Params;
 use super::positions::Rotary;
 use training_run::model::{Mlp, ModelConfig, ParamRole};
 
-/// A block's computation with its weights.
-pub(super) struct Block<'a> {
+/// A block in torch operators, whose backward pass is autograd's, with its weights.
+pub(super) struct AutogradBlock<'a> {
     pub(super) config: &'a ModelConfig,
     /// `None` if positions are learned.
     pub(super) rotary: Option<Rotary>,
@@ -27,7 +27,7 @@ pub(super) struct Block<'a> {
     pub(super) masks: Masks,
 }
 
-impl Block<'_> {
+impl AutogradBlock<'_> {
     /// Computes the block's output for input `x`, both [micro_batch, seq_len, hidden_size].
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         use ParamRole::*;
@@ -54,7 +54,7 @@ impl Block<'_> {
             self.project(&normed, Value, ValueBias)?,
         ];
         let head_norms = self.params.find(QueryNorm).zip(self.params.find(KeyNorm));
-        let attention = Attention {
+        let attention = AutogradAttention {
             config: self.config,
             rotary: self.rotary.as_ref(),
             head_norms: head_norms.map(|(query, key)| [query, key]),

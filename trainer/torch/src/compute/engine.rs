@@ -412,8 +412,8 @@ impl Engine {
         weights: &UnitWeights,
         batch: &Batch,
         grad: bool,
-    ) -> Result<block::Block<'a>, ComputeError> {
-        Ok(block::Block {
+    ) -> Result<block::AutogradBlock<'a>, ComputeError> {
+        Ok(block::AutogradBlock {
             config: &self.config,
             rotary: self.rotary(batch)?,
             params: Params::new(&self.units[unit], weights, grad)?,

@@ -35,7 +35,7 @@ pub(super) fn loss_sum(
 }
 
 /// Results of the head's backward pass.
-pub(super) struct HeadGrads {
+pub(super) struct AutogradHeadGrads {
     /// Sum of the losses of counted tokens.
     pub(super) loss_sum: f64,
     /// Gradient of the rows, [rows, hidden_size].
@@ -57,7 +57,7 @@ pub(super) fn loss_and_grads(
     targets: &Tensor,
     token_weight: f64,
     logits_elems_max: usize,
-) -> Result<HeadGrads, ComputeError> {
+) -> Result<AutogradHeadGrads, ComputeError> {
     let rows = rows.f_detach()?.set_requires_grad(true);
     let normed = norm(config, &rows, norm_weights)?;
     let leaf = product_input(&normed.f_detach()?)?;
@@ -89,7 +89,7 @@ pub(super) fn loss_and_grads(
     let normed_grad = Tensor::f_cat(&normed_grads, 0)?.f_to_kind(rows.kind())?;
     let inputs: Vec<&Tensor> = [&rows].into_iter().chain(norm_weights.all()).collect();
     let mut grads = vjp(&[&normed], &[&normed_grad], &inputs)?.into_iter();
-    Ok(HeadGrads {
+    Ok(AutogradHeadGrads {
         loss_sum,
         rows: grads.next().expect("the rows come first"),
         norm: grads.collect(),

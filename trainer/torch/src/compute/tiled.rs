@@ -13,7 +13,7 @@
 use kernels_torch::vjp;
 use tch::Tensor;
 
-use super::block::Block;
+use super::block::AutogradBlock;
 use super::dropout::DropoutSite;
 use super::linear::{at_least_fp32, linear, product_input};
 use super::{ComputeError, GradSink};
@@ -55,8 +55,8 @@ impl Slice {
     }
 }
 
-impl Block<'_> {
-    /// Like [`Block::forward`], with the MLP in `tiles` chunks.
+impl AutogradBlock<'_> {
+    /// Like [`AutogradBlock::forward`], with the MLP in `tiles` chunks.
     pub(super) fn forward_tiled(&self, x: &Tensor, tiles: usize) -> Result<Tensor, ComputeError> {
         let x = self.attended(x)?;
         let normed = self.norm(&x, ParamRole::PostNorm, ParamRole::PostNormBias)?;

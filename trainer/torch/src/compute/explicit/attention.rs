@@ -195,7 +195,7 @@ pub(super) fn normed_attention(
     // The graph owns these values: when backward runs, the unit's buffer may hold another unit.
     let copy = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach_copy()?.set_requires_grad(keep));
     let norms = [copy(norms[0])?, copy(norms[1])?];
-    let form = attention::Attention {
+    let form = attention::AutogradAttention {
         config,
         rotary: Some(rotary),
         head_norms: Some([&norms[0], &norms[1]]),

@@ -4,7 +4,7 @@ use kernels_torch::vjp;
 use tch::{Reduction, Tensor};
 
 use super::*;
-use crate::compute::block::Block;
+use crate::compute::block::AutogradBlock;
 use crate::compute::dropout::DropoutSite;
 use crate::compute::linear::{at_least_fp32, linear, product_input};
 use crate::compute::norm::{NormWeights, norm};
@@ -42,7 +42,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let rotated = learned.is_none();
     let rotary = rotated.then(|| Rotary::new(config, seq_len, case.kind).unwrap());
     for (layer, params) in units.into_iter().enumerate() {
-        let block = Block {
+        let block = AutogradBlock {
             config,
             rotary: rotary.as_ref().map(Rotary::shallow_clone),
             documents: None,
