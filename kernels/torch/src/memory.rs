@@ -113,7 +113,7 @@ pub fn with_tensor_over<R, E: From<TorchError>>(
         .into());
     }
     // SAFETY: the memory has the length and alignment checked above, is borrowed mutably for this whole call, and
-    // `Lent` ensures that no tensor over it is left when the call ends, also by a panic. Every bit pattern is a value
+    // `LentTensor` ensures that no tensor over it is left when the call ends, also by a panic. Every bit pattern is a value
     // of a numeric kind.
     let tensor = unsafe {
         Tensor::f_from_blob(
@@ -124,14 +124,14 @@ pub fn with_tensor_over<R, E: From<TorchError>>(
             Device::Cpu,
         )
     };
-    let mut lent = Lent(tensor.map_err(TorchError::from)?);
+    let mut lent = LentTensor(tensor.map_err(TorchError::from)?);
     f(&mut lent.0)
 }
 
 /// A tensor over borrowed memory; aborts the process if others still share it at the end.
-struct Lent(Tensor);
+struct LentTensor(Tensor);
 
-impl Drop for Lent {
+impl Drop for LentTensor {
     fn drop(&mut self) {
         if share_count(&self.0) != 1 {
             eprintln!(

@@ -14,7 +14,7 @@ use training_ranks::{
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A rank's connections. Dropped in this order.
-pub(super) struct Connected {
+pub(super) struct Connections {
     pub(super) group: Group,
     pub(super) heartbeat: Arc<Heartbeat>,
     /// The store's server, if this rank runs it; dropped last.
@@ -26,7 +26,7 @@ pub(super) fn connect(
     world: World,
     at: &Rendezvous,
     timeouts: Timeouts,
-) -> Result<Connected, CollectiveError> {
+) -> Result<Connections, CollectiveError> {
     let deadline = Instant::now() + timeouts.connect;
     let (heartbeat, store) = match at {
         Rendezvous::Alone => panic!("a run of one process connects with nobody"),
@@ -38,9 +38,9 @@ pub(super) fn connect(
         }
         Rendezvous::Tcp { .. } => beat_over_tcp(world, at, timeouts, deadline)?,
     };
-    let meeting = Meeting::of(&world, at, "")?;
+    let meeting = Meeting::new(&world, at, "")?;
     let group = meet(world, timeouts, &heartbeat, meeting, deadline)?;
-    Ok(Connected {
+    Ok(Connections {
         group,
         heartbeat: Arc::new(heartbeat),
         store,
@@ -56,7 +56,7 @@ pub(super) fn connect_side(
     name: &str,
 ) -> Result<Group, CollectiveError> {
     let deadline = Instant::now() + timeouts.connect;
-    let meeting = Meeting::of(&world, at, name)?;
+    let meeting = Meeting::new(&world, at, name)?;
     meet(world, timeouts, heartbeat, meeting, deadline)
 }
 
@@ -114,7 +114,7 @@ struct Meeting {
 
 impl Meeting {
     /// Meeting of the group called `name`; the first group has no name.
-    fn of(world: &World, at: &Rendezvous, name: &str) -> Result<Self, CollectiveError> {
+    fn new(world: &World, at: &Rendezvous, name: &str) -> Result<Self, CollectiveError> {
         let ranks = world.ranks;
         match at.clone() {
             Rendezvous::Alone => panic!("a run of one process meets nobody"),

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::connect::{CHECK_INTERVAL, Connected, attribute, connect, connect_side};
+use super::connect::{CHECK_INTERVAL, Connections, attribute, connect, connect_side};
 use super::gloo::{Group, Operation, Store};
 use crate::HostBuffer;
 use training_ranks::{CollectiveError, Heartbeat, Rendezvous, Timeouts, World};
@@ -37,7 +37,7 @@ struct State {
 }
 
 /// An operation in progress.
-pub(super) struct Started {
+pub(super) struct StartedOperation {
     op: Operation,
     /// Number of the operation.
     number: u64,
@@ -58,7 +58,7 @@ impl Link {
     /// of both may run beside each other, and both share heartbeats.
     pub(super) fn open_side(&self, world: World, name: &str) -> Result<Link, CollectiveError> {
         let timeouts = self.timeouts;
-        let connected = Connected {
+        let connected = Connections {
             group: connect_side(world, &self.at, timeouts, &self.heartbeat, name)?,
             heartbeat: Arc::clone(&self.heartbeat),
             store: None,
@@ -70,7 +70,7 @@ impl Link {
         world: World,
         at: &Rendezvous,
         timeouts: Timeouts,
-        connected: Connected,
+        connected: Connections,
         is_side: bool,
     ) -> Link {
         Link {
@@ -95,7 +95,7 @@ impl Link {
         &self,
         name: String,
         start: impl FnOnce(&mut Group) -> Result<Operation, String>,
-    ) -> Result<Started, CollectiveError> {
+    ) -> Result<StartedOperation, CollectiveError> {
         let mut state = self.lock();
         if let Some(error) = &state.broken {
             return Err(error.clone());
@@ -113,7 +113,7 @@ impl Link {
         match start(group) {
             Ok(op) => {
                 state.in_flight += 1;
-                Ok(Started { op, number, name })
+                Ok(StartedOperation { op, number, name })
             }
             Err(message) => {
                 drop(state);
@@ -123,7 +123,7 @@ impl Link {
     }
 
     /// Waits until `started` has succeeded. After an error the operation may still be in progress.
-    pub(super) fn wait(&self, started: &Started) -> Result<(), CollectiveError> {
+    pub(super) fn wait(&self, started: &StartedOperation) -> Result<(), CollectiveError> {
         let ended = self.wait_for(started);
         let mut state = self.lock();
         state.in_flight -= 1;
@@ -133,7 +133,7 @@ impl Link {
         ended
     }
 
-    fn wait_for(&self, started: &Started) -> Result<(), CollectiveError> {
+    fn wait_for(&self, started: &StartedOperation) -> Result<(), CollectiveError> {
         let began = Instant::now();
         let broken = self.lock().broken.clone();
         loop {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::link::{Link, Started};
+use super::link::{Link, StartedOperation};
 use super::sum::sum_ranks;
 use crate::HostBuffer;
 use kernels::reduce::GradType;
@@ -14,7 +14,7 @@ use training_ranks::CollectiveError;
 #[must_use = "the buffer comes back by wait()"]
 pub struct Pending {
     link: Option<Arc<Link>>,
-    started: Option<Started>,
+    started: Option<StartedOperation>,
     memory: Option<Memory>,
 }
 
@@ -42,7 +42,7 @@ impl Pending {
         }
     }
 
-    pub(super) fn started(link: Arc<Link>, started: Started, memory: Memory) -> Pending {
+    pub(super) fn started(link: Arc<Link>, started: StartedOperation, memory: Memory) -> Pending {
         Pending {
             link: Some(link),
             started: Some(started),

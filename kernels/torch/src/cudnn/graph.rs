@@ -38,7 +38,7 @@ const HEUR_MODE_FALLBACK: i32 = 2;
 
 /// Kind of the numbers of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Number {
+pub(super) enum CudnnType {
     Fp32 = 0,
     Fp16 = 2,
     Int32 = 4,
@@ -204,7 +204,7 @@ impl Graph {
     pub(super) fn tensor(
         &mut self,
         uid: Uid,
-        number: Number,
+        number: CudnnType,
         layout: Layout,
         offsets: Option<Node>,
     ) -> Result<Node, CudnnError> {
@@ -213,7 +213,11 @@ impl Graph {
     }
 
     /// A result that exists only within the graph.
-    pub(super) fn between(&mut self, number: Number, layout: Layout) -> Result<Node, CudnnError> {
+    pub(super) fn between(
+        &mut self,
+        number: CudnnType,
+        layout: Layout,
+    ) -> Result<Node, CudnnError> {
         let uid = self.own_uid();
         self.add_tensor(uid, number, layout, Place::Graph, None)
     }
@@ -222,7 +226,7 @@ impl Graph {
     pub(super) fn view(
         &mut self,
         x: Node,
-        number: Number,
+        number: CudnnType,
         layout: Layout,
         offsets: Option<Node>,
     ) -> Result<Node, CudnnError> {
@@ -237,7 +241,7 @@ impl Graph {
         let uid = self.own_uid();
         self.constants.push((uid, value.to_ne_bytes()));
         let layout = Layout::packed([1; 4]);
-        self.add_tensor(uid, Number::Fp32, layout, Place::Value, None)
+        self.add_tensor(uid, CudnnType::Fp32, layout, Place::Value, None)
     }
 
     fn own_uid(&mut self) -> Uid {
@@ -248,7 +252,7 @@ impl Graph {
     fn add_tensor(
         &mut self,
         uid: Uid,
-        number: Number,
+        number: CudnnType,
         layout: Layout,
         place: Place,
         offsets: Option<Node>,
@@ -292,13 +296,13 @@ impl Graph {
         b: Option<Node>,
         output: Node,
     ) -> Result<(), CudnnError> {
-        self.add_pointwise(op, Number::Fp32, None, x, b, None, output)
+        self.add_pointwise(op, CudnnType::Fp32, None, x, b, None, output)
     }
 
     /// Adds `output = index of each element of x along axis`.
     pub(super) fn index(&mut self, x: Node, axis: i64, output: Node) -> Result<(), CudnnError> {
         let op = Pointwise::Index;
-        self.add_pointwise(op, Number::Int32, Some(axis), x, None, None, output)
+        self.add_pointwise(op, CudnnType::Int32, Some(axis), x, None, None, output)
     }
 
     /// Adds `output = x op b`, true or false, of numbers or of such results.
@@ -309,7 +313,7 @@ impl Graph {
         b: Node,
         output: Node,
     ) -> Result<(), CudnnError> {
-        self.add_pointwise(op, Number::Boolean, None, x, Some(b), None, output)
+        self.add_pointwise(op, CudnnType::Boolean, None, x, Some(b), None, output)
     }
 
     /// Adds `output = if condition { x } else { b }`.
@@ -321,14 +325,22 @@ impl Graph {
         output: Node,
     ) -> Result<(), CudnnError> {
         let op = Pointwise::Select;
-        self.add_pointwise(op, Number::Fp32, None, x, Some(b), Some(condition), output)
+        self.add_pointwise(
+            op,
+            CudnnType::Fp32,
+            None,
+            x,
+            Some(b),
+            Some(condition),
+            output,
+        )
     }
 
     #[allow(clippy::too_many_arguments)] // the operands of one operation
     fn add_pointwise(
         &mut self,
         op: Pointwise,
-        precision: Number,
+        precision: CudnnType,
         axis: Option<i64>,
         x: Node,
         b: Option<Node>,
@@ -379,7 +391,7 @@ impl Graph {
         const ATTR_DESC: i32 = 1523;
         const ATTR_USED: [i32; 3] = [1525, 1526, 1527];
         let mut kind = Descriptor::new(self.library, BACKEND_MATMUL)?;
-        kind.set(ATTR_COMP_TYPE, TYPE_DATA_TYPE, &[Number::Fp32 as i32])?;
+        kind.set(ATTR_COMP_TYPE, TYPE_DATA_TYPE, &[CudnnType::Fp32 as i32])?;
         kind.finalize("describing a matrix product")?;
         let mut operation = Descriptor::new(self.library, BACKEND_OPERATION_MATMUL)?;
         operation.set(ATTR_ADESC, TYPE_DESCRIPTOR, &self.raw(x))?;
@@ -408,7 +420,7 @@ impl Graph {
         const ATTR_DESC: i32 = 1612;
         let mut kind = Descriptor::new(self.library, BACKEND_REDUCTION)?;
         kind.set(ATTR_OPERATOR, TYPE_REDUCTION_OPERATOR, &[op as i32])?;
-        kind.set(ATTR_COMP_TYPE, TYPE_DATA_TYPE, &[Number::Fp32 as i32])?;
+        kind.set(ATTR_COMP_TYPE, TYPE_DATA_TYPE, &[CudnnType::Fp32 as i32])?;
         kind.finalize("describing a reduction")?;
         let mut operation = Descriptor::new(self.library, BACKEND_OPERATION_REDUCTION)?;
         operation.set(ATTR_XDESC, TYPE_DESCRIPTOR, &self.raw(x))?;

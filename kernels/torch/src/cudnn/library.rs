@@ -43,7 +43,7 @@ impl Library9 {
 
     fn find(dirs: &[PathBuf]) -> Result<Self, String> {
         let (library, name) = open_first(&NAMES, dirs).map_err(|tried| tried.join("; "))?;
-        let found = Self::of(library).map_err(|why| format!("{name}: {why}"))?;
+        let found = Self::load(library).map_err(|why| format!("{name}: {why}"))?;
         // SAFETY: no arguments.
         let version = unsafe { (found.version)() };
         if version < VERSION_MIN {
@@ -57,7 +57,7 @@ impl Library9 {
         Ok(found)
     }
 
-    fn of(library: &'static Library) -> Result<Self, String> {
+    fn load(library: &'static Library) -> Result<Self, String> {
         // SAFETY: cuDNN 9's headers declare functions of these names with these arguments: handles and descriptors
         // are pointers, enumerations and statuses are ints.
         unsafe {

@@ -23,7 +23,7 @@ use kernels::gpu::library::dirs_of_loaded;
 use kernels::gpu::{Gpu, GpuInfo, Vendor};
 use tch::{Device, Kind, TchError, Tensor};
 
-use self::graph::{Number, Plan, Uid};
+use self::graph::{CudnnType, Plan, Uid};
 use self::library::Library9;
 use self::sdpa::{Call, DK, DO, DQ, DQ_SUM, DV, Grads, K, LENGTHS, O, OFFSETS, Q, STATS, SUMS, V};
 use super::TorchError;
@@ -117,7 +117,7 @@ pub struct CudnnAttention {
 }
 
 /// Result of a forward pass.
-pub struct Attended {
+pub struct AttentionOutput {
     /// [batch, tokens, heads, head_dim]
     pub output: Tensor,
     /// For each query, the logarithm of the sum of its exponentials, fp32: [batch, heads, tokens], or such a tensor for each
@@ -196,14 +196,14 @@ impl CudnnAttention {
         qkv: [&Tensor; 3],
         window: Option<i64>,
         documents: Option<&PackedDocuments>,
-    ) -> Result<Attended, TorchError> {
+    ) -> Result<AttentionOutput, TorchError> {
         let (batch, heads, tokens, head_dim) = qkv[0].size4()?;
         let kind = (qkv[0].kind(), qkv[0].device());
         let output = Tensor::f_empty([batch, tokens, heads, head_dim], kind)?;
         let by_head = output.f_transpose(1, 2)?;
         let Some(documents) = documents else {
             let stats = vec![self.forward_to(qkv, window, &by_head)?];
-            return Ok(Attended { output, stats });
+            return Ok(AttentionOutput { output, stats });
         };
         let qkv = flat_all(qkv)?;
         let (qkv, by_head) = ([&qkv[0], &qkv[1], &qkv[2]], flat(&by_head)?);
@@ -216,7 +216,7 @@ impl CudnnAttention {
             let output = by_head.f_narrow(2, start, length)?;
             stats.push(self.forward_to([query, key, value], window, &output)?);
         }
-        Ok(Attended { output, stats })
+        Ok(AttentionOutput { output, stats })
     }
 
     /// Computes the output and returns the statistics.
@@ -617,8 +617,8 @@ fn call_of(
 ) -> Call {
     Call {
         number: match output.kind() {
-            Kind::Half => Number::Fp16,
-            Kind::BFloat16 => Number::Bf16,
+            Kind::Half => CudnnType::Fp16,
+            Kind::BFloat16 => CudnnType::Bf16,
             kind => panic!("cuDNN's attention takes 16-bit numbers, not {kind:?}"),
         },
         batch: chunk.batch,

@@ -14,7 +14,7 @@
 use kernels::attention::Mask;
 
 use super::CudnnError;
-use super::graph::{Graph, Layout, Node, Number, Plan, Pointwise, Reduction, Uid};
+use super::graph::{CudnnType, Graph, Layout, Node, Plan, Pointwise, Reduction, Uid};
 use super::library::Library9;
 
 pub(super) const Q: Uid = 1;
@@ -35,7 +35,7 @@ pub(super) const OFFSETS: [Uid; 7] = [13, 14, 15, 16, 17, 18, 19];
 /// One call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Call {
-    pub(super) number: Number,
+    pub(super) number: CudnnType,
     pub(super) batch: i64,
     pub(super) heads: i64,
     pub(super) kv_heads: i64,
@@ -61,7 +61,7 @@ pub(super) struct Grads {
 }
 
 impl Call {
-    fn of(&self, heads: i64, tokens: i64, strides: [i64; 3]) -> Layout {
+    fn layout(&self, heads: i64, tokens: i64, strides: [i64; 3]) -> Layout {
         let [batch, head, token] = strides;
         Layout {
             sizes: [self.batch, heads, tokens, self.head_dim],
@@ -72,14 +72,14 @@ impl Call {
     /// Query, key and value, with the strides of these or of their gradients.
     fn layouts(&self, [query, key, value]: [[i64; 3]; 3]) -> [Layout; 3] {
         [
-            self.of(self.heads, self.queries, query),
-            self.of(self.kv_heads, self.keys, key),
-            self.of(self.kv_heads, self.keys, value),
+            self.layout(self.heads, self.queries, query),
+            self.layout(self.kv_heads, self.keys, key),
+            self.layout(self.kv_heads, self.keys, value),
         ]
     }
 
     fn output(&self) -> Layout {
-        self.of(self.heads, self.queries, self.output)
+        self.layout(self.heads, self.queries, self.output)
     }
 
     /// A tensor of this call's numbers, with the first elements of its documents.
@@ -99,7 +99,12 @@ impl Call {
             return Ok(None);
         }
         let layout = Layout::packed([self.batch + 1, 1, 1, 1]);
-        Ok(Some(g.tensor(OFFSETS[at], Number::Int64, layout, None)?))
+        Ok(Some(g.tensor(
+            OFFSETS[at],
+            CudnnType::Int64,
+            layout,
+            None,
+        )?))
     }
 
     /// Lengths of the documents.
@@ -108,7 +113,7 @@ impl Call {
             return Ok(None);
         }
         let layout = Layout::packed([self.batch, 1, 1, 1]);
-        Ok(Some(g.tensor(LENGTHS, Number::Int32, layout, None)?))
+        Ok(Some(g.tensor(LENGTHS, CudnnType::Int32, layout, None)?))
     }
 
     /// A number for each pair of query and key.
@@ -130,15 +135,15 @@ impl Call {
     ) -> Result<Node, CudnnError> {
         let pairs = self.pairs();
         let index = |g: &mut Graph, of: Node, axis| {
-            let index = g.between(Number::Int32, pairs)?;
+            let index = g.between(CudnnType::Int32, pairs)?;
             g.index(of, axis, index)?;
             Ok::<_, CudnnError>(index)
         };
         let select = |g: &mut Graph, op, left, right, of| {
-            let seen = g.between(Number::Boolean, pairs)?;
+            let seen = g.between(CudnnType::Boolean, pairs)?;
             g.compare(op, left, right, seen)?;
             let hidden = g.constant(f32::NEG_INFINITY)?;
-            let masked = g.between(Number::Fp32, pairs)?;
+            let masked = g.between(CudnnType::Fp32, pairs)?;
             g.select(seen, of, hidden, masked)?;
             Ok::<_, CudnnError>(masked)
         };
@@ -146,7 +151,7 @@ impl Call {
         if let Some(lengths) = lengths {
             let (row, column) = (index(g, scores, 2)?, index(g, scores, 3)?);
             let within = |g: &mut Graph, index| {
-                let within = g.between(Number::Boolean, pairs)?;
+                let within = g.between(CudnnType::Boolean, pairs)?;
                 g.compare(Pointwise::Less, index, lengths, within)?;
                 Ok::<_, CudnnError>(within)
             };
@@ -164,7 +169,7 @@ impl Call {
         // Kernels that skip hidden blocks recognise this form: column + window > row, in fp32.
         let (row, column) = (index(g, causal, 2)?, index(g, causal, 3)?);
         let tokens = g.constant(tokens as f32)?;
-        let reach = g.between(Number::Fp32, pairs)?;
+        let reach = g.between(CudnnType::Fp32, pairs)?;
         g.pointwise(Pointwise::Add, column, Some(tokens), reach)?;
         select(g, Pointwise::Greater, reach, row, causal)
     }
@@ -187,19 +192,19 @@ impl Call {
         let key = self.tensor(g, K, key.transposed(), 1)?;
         let value = self.tensor(g, V, value, 2)?;
         let output = self.tensor(g, O, self.output(), 3)?;
-        let stats = g.tensor(STATS, Number::Fp32, self.rows(), None)?;
+        let stats = g.tensor(STATS, CudnnType::Fp32, self.rows(), None)?;
         let used = self.lengths(g)?;
 
-        let scores = g.between(Number::Fp32, self.pairs())?;
+        let scores = g.between(CudnnType::Fp32, self.pairs())?;
         g.matmul(query, key, scores, [used, used, None])?;
         let scores = self.scale(g, scores)?;
         let scores = self.masked(g, scores, used)?;
 
-        let max = g.between(Number::Fp32, self.rows())?;
+        let max = g.between(CudnnType::Fp32, self.rows())?;
         g.reduce(Reduction::Max, scores, max)?;
         let apart = combine(g, Pointwise::Sub, scores, max)?;
         let exp = apply(g, Pointwise::Exp, apart)?;
-        let sum = g.between(Number::Fp32, self.rows())?;
+        let sum = g.between(CudnnType::Fp32, self.rows())?;
         g.reduce(Reduction::Add, exp, sum)?;
         let log = apply(g, Pointwise::Log, sum)?;
         g.pointwise(Pointwise::Add, max, Some(log), stats)?;
@@ -227,7 +232,7 @@ impl Call {
         let output_offsets = self.offsets(g, 3)?;
         let output = g.tensor(O, self.number, self.output(), output_offsets)?;
         let grad = g.tensor(DO, self.number, self.output(), output_offsets)?;
-        let stats = g.tensor(STATS, Number::Fp32, self.rows(), None)?;
+        let stats = g.tensor(STATS, CudnnType::Fp32, self.rows(), None)?;
         let used = self.lengths(g)?;
         let [of_query, of_key, of_value] = self.layouts(grads.outputs);
         let of_query = self.tensor(g, DQ, of_query, 4)?;
@@ -235,16 +240,16 @@ impl Call {
         let of_value = self.tensor(g, DV, of_value, 6)?;
 
         // The sum of do o, a number for each query.
-        let product = g.between(Number::Fp32, Layout::packed(self.output().sizes))?;
+        let product = g.between(CudnnType::Fp32, Layout::packed(self.output().sizes))?;
         g.pointwise(Pointwise::Mul, grad, Some(output), product)?;
-        let sum = g.between(Number::Fp32, self.rows())?;
+        let sum = g.between(CudnnType::Fp32, self.rows())?;
         g.reduce(Reduction::Add, product, sum)?;
         let one = g.constant(1.0)?;
-        let sums = g.tensor(SUMS, Number::Fp32, self.rows(), None)?;
+        let sums = g.tensor(SUMS, CudnnType::Fp32, self.rows(), None)?;
         g.pointwise(Pointwise::Mul, sum, Some(one), sums)?;
 
         // Weights, and the gradient of the value.
-        let scores = g.between(Number::Fp32, self.pairs())?;
+        let scores = g.between(CudnnType::Fp32, self.pairs())?;
         g.matmul(query, key, scores, [used, used, None])?;
         let scores = self.scale(g, scores)?;
         let apart = combine(g, Pointwise::Sub, scores, stats)?;
@@ -254,7 +259,7 @@ impl Call {
         self.of_kv(g, turned, grad, of_value, used)?;
 
         // The gradient of the scores, and that of the key.
-        let of_weights = g.between(Number::Fp32, self.pairs())?;
+        let of_weights = g.between(CudnnType::Fp32, self.pairs())?;
         g.matmul(grad, value, of_weights, [used, used, None])?;
         let apart = combine(g, Pointwise::Sub, of_weights, sums)?;
         let product = combine(g, Pointwise::Mul, apart, weights)?;
@@ -268,7 +273,7 @@ impl Call {
             g.matmul(of_scores, plain_key, of_query, [used, None, used])?;
         } else {
             let layout = Layout::packed(of_query.layout().sizes);
-            let sum = g.tensor(DQ_SUM, Number::Fp32, layout, None)?;
+            let sum = g.tensor(DQ_SUM, CudnnType::Fp32, layout, None)?;
             g.matmul(of_scores, plain_key, sum, [used, None, used])?;
             g.pointwise(Pointwise::Identity, sum, None, of_query)?;
         }
@@ -297,14 +302,14 @@ impl Call {
 
 /// Adds an fp32 operation of two tensors, with the larger one's sizes first.
 fn combine(g: &mut Graph, op: Pointwise, x: Node, b: Node) -> Result<Node, CudnnError> {
-    let output = g.between(Number::Fp32, x.layout())?;
+    let output = g.between(CudnnType::Fp32, x.layout())?;
     g.pointwise(op, x, Some(b), output)?;
     Ok(output)
 }
 
 /// Adds an fp32 operation of one tensor.
 fn apply(g: &mut Graph, op: Pointwise, x: Node) -> Result<Node, CudnnError> {
-    let output = g.between(Number::Fp32, x.layout())?;
+    let output = g.between(CudnnType::Fp32, x.layout())?;
     g.pointwise(op, x, None, output)?;
     Ok(output)
 }

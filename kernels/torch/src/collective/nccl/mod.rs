@@ -15,7 +15,7 @@ mod watchdog;
 use std::sync::Arc;
 
 use self::table::{SUM, Table, UniqueId};
-use self::watchdog::{Shared, Watchdog};
+use self::watchdog::{Watchdog, WatchdogState};
 use super::Comm;
 use super::connect::left_alone;
 use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
@@ -26,7 +26,7 @@ use training_ranks::CollectiveError;
 ///
 /// All ranks make the same calls in the same order. Drop it last on every rank, or on all ranks after a failure.
 pub struct GpuComm {
-    shared: Arc<Shared>,
+    shared: Arc<WatchdogState>,
     gpu: Gpu,
     rank: usize,
     ranks: usize,
@@ -35,7 +35,7 @@ pub struct GpuComm {
 
 /// Number formats in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Number {
+enum NcclType {
     U8 = 1,
     Fp16 = 6,
     Fp32 = 7,
@@ -74,7 +74,7 @@ impl GpuComm {
             Ok(handle)
         };
         let handle = left_alone(comm.timeouts().connect, OP, connecting, || comm.gone())?;
-        let shared = Arc::new(Shared::new(table, handle, comm.link()));
+        let shared = Arc::new(WatchdogState::new(table, handle, comm.link()));
         let made = GpuComm {
             _watchdog: Watchdog::start(Arc::clone(&shared)),
             shared,
@@ -108,7 +108,7 @@ impl GpuComm {
             // stream's work, since freeing it waits for the device. This rank's shard is where NCCL expects it for an
             // in-place gather.
             unsafe {
-                let number = Number::U8 as i32;
+                let number = NcclType::U8 as i32;
                 (table.all_gather)(own, address, shard_bytes, number, handle, stream.raw())
             }
         })
@@ -132,9 +132,9 @@ impl GpuComm {
         let (address, shard) = self.place(at, elems, grad_type.elem_bytes());
         let own = address + (self.rank * shard * grad_type.elem_bytes()) as u64;
         let number = match grad_type {
-            GradType::Bf16 => Number::Bf16,
-            GradType::Fp16 => Number::Fp16,
-            GradType::Fp32 => Number::Fp32,
+            GradType::Bf16 => NcclType::Bf16,
+            GradType::Fp16 => NcclType::Fp16,
+            GradType::Fp32 => NcclType::Fp32,
         };
         self.enqueue(shard, |table, handle| {
             // SAFETY: as in all_gather.
@@ -161,7 +161,7 @@ impl GpuComm {
         self.enqueue(count, |table, handle| {
             // SAFETY: as in all_gather.
             unsafe {
-                let number = Number::Fp64 as i32;
+                let number = NcclType::Fp64 as i32;
                 (table.all_reduce)(address, address, count, number, SUM, handle, stream.raw())
             }
         })

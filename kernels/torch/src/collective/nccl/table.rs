@@ -30,7 +30,7 @@ macro_rules! table {
 
         impl Table {
             /// Finds every function, or reports the one that the library lacks. The library must stay loaded.
-            fn of(library: &'static Library) -> Result<Self, String> {
+            fn load(library: &'static Library) -> Result<Self, String> {
                 Ok(Self {
                     // SAFETY: nccl.h and rccl.h declare functions of these names with these arguments, an int-sized enum as result
                     // and the C calling convention.
@@ -104,7 +104,7 @@ impl Table {
 pub(super) fn load(names: &[&str], dirs: &[PathBuf]) -> Result<Table, CollectiveError> {
     let (library, name) =
         open_first(names, dirs).map_err(|tried| CollectiveError::NoLibrary { tried })?;
-    Table::of(library).map_err(|lacks| CollectiveError::NoLibrary {
+    Table::load(library).map_err(|lacks| CollectiveError::NoLibrary {
         tried: vec![format!("{name}: {lacks}")],
     })
 }

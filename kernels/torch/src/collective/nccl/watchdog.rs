@@ -24,7 +24,7 @@ const END_MAX: Duration = Duration::from_secs(5);
 const OP: &str = "work of the GPUs together";
 
 /// State shared by the callers and the watchdog.
-pub(super) struct Shared {
+pub(super) struct WatchdogState {
     table: &'static Table,
     /// The communicator, until it is ended. Locked during a call.
     handle: Mutex<Option<usize>>,
@@ -38,13 +38,17 @@ pub(super) struct Shared {
 
 /// The watchdog's thread; dropping it ends the communicator.
 pub(super) struct Watchdog {
-    shared: Arc<Shared>,
+    shared: Arc<WatchdogState>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Shared {
-    pub(super) fn new(table: &'static Table, handle: usize, link: Option<Arc<Link>>) -> Shared {
-        Shared {
+impl WatchdogState {
+    pub(super) fn new(
+        table: &'static Table,
+        handle: usize,
+        link: Option<Arc<Link>>,
+    ) -> WatchdogState {
+        WatchdogState {
             table,
             handle: Mutex::new(Some(handle)),
             raw: handle,
@@ -121,7 +125,7 @@ impl Shared {
 }
 
 impl Watchdog {
-    pub(super) fn start(shared: Arc<Shared>) -> Watchdog {
+    pub(super) fn start(shared: Arc<WatchdogState>) -> Watchdog {
         let its = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("gpu watchdog".to_owned())
