@@ -7,7 +7,7 @@ use kernels_torch::{HostBuffer, device_view, is_shared};
 use tch::{Kind, Tensor};
 
 use super::documents::Batch;
-use super::explicit::Kept;
+use super::explicit::KeptActivations;
 use super::{ComputeDevice, ComputeError};
 use training_run::model::{Dtype, ParamLayout, UnitLayout, adjacent};
 
@@ -242,7 +242,7 @@ pub struct Activation {
     pub(super) tensor: Tensor,
     pub(super) batch: Batch,
     /// Values kept by the block that took this as its input.
-    pub(super) kept: RefCell<Kept>,
+    pub(super) kept: RefCell<KeptActivations>,
 }
 
 impl Activation {
@@ -287,7 +287,7 @@ pub struct AwayActivation {
     kind: Kind,
     shape: Vec<i64>,
     batch: Batch,
-    kept: RefCell<Kept>,
+    kept: RefCell<KeptActivations>,
 }
 
 impl AwayActivation {

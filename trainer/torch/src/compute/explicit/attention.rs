@@ -46,15 +46,16 @@ impl Shape {
 
     /// Returns heads `start` to `start + count` of `qkv` [rows, columns], as [micro_batch, seq_len, count,
     /// head_dim].
-    fn of(&self, qkv: &Tensor, start: i64, count: i64) -> Result<Tensor, ComputeError> {
+    fn narrow_heads(&self, qkv: &Tensor, start: i64, count: i64) -> Result<Tensor, ComputeError> {
         let all = qkv.f_view([self.micro_batch, self.seq_len, -1, self.head_dim])?;
         Ok(all.f_narrow(2, start, count)?)
     }
 
     /// Returns query, key and value of `qkv` [rows, columns], each [micro_batch, heads, seq_len, head_dim].
     fn parts(&self, qkv: &Tensor) -> Result<[Tensor; 3], ComputeError> {
-        let part =
-            |start, count| Ok::<_, ComputeError>(self.of(qkv, start, count)?.f_transpose(1, 2)?);
+        let part = |start, count| {
+            Ok::<_, ComputeError>(self.narrow_heads(qkv, start, count)?.f_transpose(1, 2)?)
+        };
         let (heads, kv_heads) = (self.heads, self.kv_heads);
         Ok([
             part(0, heads)?,
@@ -109,7 +110,7 @@ impl Means<'_> {
 pub(super) struct Attention {
     shape: Shape,
     leaves: Leaves,
-    mixed: Mixed,
+    mixed: AttentionTape,
     /// [rows, heads * head_dim]
     pub(super) attn_out: Tensor,
 }
@@ -124,7 +125,7 @@ enum Leaves {
 }
 
 /// What the kernel leaves for backward.
-enum Mixed {
+enum AttentionTape {
     /// Result of a graph of torch operators over the leaves.
     Graph(Tensor),
     /// cuDNN's statistics of each call, and its inputs if they are not the leaves: rotated query and key with the graph of their
@@ -142,7 +143,7 @@ pub(super) fn attention(
     qkv: &Tensor,
     keep: bool,
 ) -> Result<Attention, ComputeError> {
-    let rotated = shape.of(qkv, 0, shape.heads + shape.kv_heads)?;
+    let rotated = shape.narrow_heads(qkv, 0, shape.heads + shape.kv_heads)?;
     ops.rotary(&rotated, &rotated, rotary, Turn::Forward)?;
     if let Some(cudnn) = means.cudnn {
         let leaves = shape.parts(qkv)?;
@@ -151,7 +152,7 @@ pub(super) fn attention(
         return Ok(Attention {
             shape,
             leaves: Leaves::Rotated(leaves),
-            mixed: Mixed::Cudnn(attended.stats, None),
+            mixed: AttentionTape::Cudnn(attended.stats, None),
             attn_out: attended.output.f_view([shape.rows(), -1])?,
         });
     }
@@ -166,7 +167,7 @@ pub(super) fn attention(
     Ok(Attention {
         shape,
         leaves: Leaves::Rotated(leaves),
-        mixed: Mixed::Graph(output),
+        mixed: AttentionTape::Graph(output),
         attn_out,
     })
 }
@@ -212,7 +213,7 @@ pub(super) fn normed_attention(
             shape,
             attn_out: attended.output.f_view([shape.rows(), -1])?,
             leaves: Leaves::Projected(leaves, norms),
-            mixed: Mixed::Cudnn(attended.stats, Some(inputs)),
+            mixed: AttentionTape::Cudnn(attended.stats, Some(inputs)),
         });
     }
     let output = form.forward([query, key, value])?;
@@ -221,7 +222,7 @@ pub(super) fn normed_attention(
         shape,
         attn_out: attn_out.f_view([shape.rows(), -1])?,
         leaves: Leaves::Projected(leaves, norms),
-        mixed: Mixed::Graph(output),
+        mixed: AttentionTape::Graph(output),
     })
 }
 
@@ -251,7 +252,7 @@ impl Attention {
             }
         };
         let leaves: usize = leaves.iter().map(size_bytes).sum();
-        let repeats = matches!(self.mixed, Mixed::Graph(_));
+        let repeats = matches!(self.mixed, AttentionTape::Graph(_));
         let repeated = if !repeats || self.shape.heads == self.shape.kv_heads {
             0
         } else {
@@ -275,7 +276,7 @@ impl Attention {
         let packed = Tensor::f_empty([shape.rows(), shape.columns()], kind)?;
         let grad = shape.by_head(grad_mixed)?;
         match (&self.leaves, &self.mixed) {
-            (Leaves::Rotated([query, key, value]), Mixed::Cudnn(stats, _)) => {
+            (Leaves::Rotated([query, key, value]), AttentionTape::Cudnn(stats, _)) => {
                 let [of_query, of_key, of_value] = &shape.parts(&packed)?;
                 cudnn_of(means).backward(
                     [query, key, value],
@@ -285,11 +286,11 @@ impl Attention {
                     &grad,
                     [of_query, of_key, of_value],
                 )?;
-                let rotated = shape.of(&packed, 0, shape.heads + shape.kv_heads)?;
+                let rotated = shape.narrow_heads(&packed, 0, shape.heads + shape.kv_heads)?;
                 ops.rotary(&rotated, &rotated, rotary, Turn::Backward)?;
                 Ok((packed, Vec::new()))
             }
-            (Leaves::Rotated(leaves), Mixed::Graph(output)) => {
+            (Leaves::Rotated(leaves), AttentionTape::Graph(output)) => {
                 let leaves: Vec<&Tensor> = leaves.iter().collect();
                 let grads = vjp(&[output], &[&grad], &leaves)?;
                 let turns = [Turn::Backward, Turn::Backward, Turn::Not];
@@ -297,12 +298,17 @@ impl Attention {
                 for (grad, turn) in grads.iter().zip(turns) {
                     let count = grad.size()[1];
                     let from = grad.f_transpose(1, 2)?;
-                    ops.rotary(&from, &shape.of(&packed, start, count)?, rotary, turn)?;
+                    ops.rotary(
+                        &from,
+                        &shape.narrow_heads(&packed, start, count)?,
+                        rotary,
+                        turn,
+                    )?;
                     start += count;
                 }
                 Ok((packed, Vec::new()))
             }
-            (Leaves::Projected(leaves, norms), Mixed::Graph(output)) => {
+            (Leaves::Projected(leaves, norms), AttentionTape::Graph(output)) => {
                 let grad = grad_mixed.f_to_kind(output.kind())?.f_view_as(output)?;
                 let inputs: Vec<&Tensor> = leaves.iter().chain(norms).collect();
                 let mut grads = vjp(&[output], &[&grad], &inputs)?;
@@ -310,7 +316,7 @@ impl Attention {
                 shape.pack(&packed, &grads)?;
                 Ok((packed, of_norms))
             }
-            (Leaves::Projected(leaves, norms), Mixed::Cudnn(stats, inputs)) => {
+            (Leaves::Projected(leaves, norms), AttentionTape::Cudnn(stats, inputs)) => {
                 let inputs = inputs.as_ref().expect("leaves are not its inputs");
                 let [query, key, value] = &detached(inputs)?;
                 // That of the value in its final place.

@@ -6,7 +6,7 @@ use kernels_torch::CudnnAttention;
 use tch::Tensor;
 
 use super::attention::{Attention, Means, Shape, attention, normed_attention};
-use super::ops::{Normed, Ops};
+use super::ops::{NormOutput, Ops};
 use super::projection::Projection;
 use crate::compute::documents::Documents;
 use crate::compute::positions::Rotary;
@@ -71,14 +71,14 @@ impl BlockWeights {
 /// memory: the block's weights are released between the two passes ([`UnitWeights::give_back`] panics if
 /// something still refers to them).
 #[derive(Default)]
-pub(crate) struct Kept {
+pub(crate) struct KeptActivations {
     attended: Option<Attention>,
     /// Sum of the input and the attention output.
     sum: Option<Tensor>,
     gate_up: Option<Tensor>,
 }
 
-impl Kept {
+impl KeptActivations {
     /// Bytes of the kept values.
     pub(crate) fn size_bytes(&self) -> usize {
         let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
@@ -88,11 +88,11 @@ impl Kept {
 }
 
 /// Values of a block up to gate and up, which its backward pass needs.
-struct Passed {
-    first: Normed,
+struct BlockActivations {
+    first: NormOutput,
     attended: Attention,
     sum: Tensor,
-    second: Normed,
+    second: NormOutput,
     gate_up: Tensor,
 }
 
@@ -116,19 +116,19 @@ impl Block<'_> {
         &self,
         input: &Tensor,
         keep: ActivationCheckpointing,
-    ) -> Result<(Tensor, Kept), ComputeError> {
+    ) -> Result<(Tensor, KeptActivations), ComputeError> {
         let (shape, x) = rows(self.config, input)?;
         let passed = self.pass(
             shape,
             &x,
             keep != ActivationCheckpointing::Full,
-            Kept::default(),
+            KeptActivations::default(),
         )?;
         let gated = self.ops.gated(&passed.gate_up)?;
-        let mut output = self.weights.down.of(&gated)?;
+        let mut output = self.weights.down.forward(&gated)?;
         let _ = output.f_add_(&passed.sum)?;
         let products = keep == ActivationCheckpointing::Matmuls;
-        let kept = Kept {
+        let kept = KeptActivations {
             attended: (keep != ActivationCheckpointing::Full).then_some(passed.attended),
             sum: products.then_some(passed.sum),
             gate_up: products.then_some(passed.gate_up),
@@ -141,14 +141,14 @@ impl Block<'_> {
     pub(crate) fn backward(
         &self,
         input: &Tensor,
-        kept: Kept,
+        kept: KeptActivations,
         grad_output: &Tensor,
         grads: &mut GradSink,
     ) -> Result<Tensor, ComputeError> {
         let (ops, weights) = (self.ops, &self.weights);
         let (shape, x) = rows(self.config, input)?;
         let grad_output = grad_output.f_view_as(&x)?;
-        let Passed {
+        let BlockActivations {
             first,
             attended,
             sum,
@@ -222,14 +222,14 @@ impl Block<'_> {
         shape: Shape,
         x: &Tensor,
         graph: bool,
-        kept: Kept,
-    ) -> Result<Passed, ComputeError> {
+        kept: KeptActivations,
+    ) -> Result<BlockActivations, ComputeError> {
         let (ops, weights, eps) = (self.ops, &self.weights, self.config.norm_eps);
         let first = ops.rms_norm(x, &weights.input_norm.weight, eps)?;
         let attended = match kept.attended {
             Some(attended) => attended,
             None => {
-                let qkv = weights.qkv.of(&first.output)?;
+                let qkv = weights.qkv.forward(&first.output)?;
                 let (rotary, means) = (&self.rotary, self.means());
                 match weights.head_norms() {
                     None => attention(ops, rotary, shape, &means, &qkv, graph)?,
@@ -246,15 +246,15 @@ impl Block<'_> {
                 (sum, second)
             }
             None => {
-                let added = weights.out.of(&attended.attn_out)?;
+                let added = weights.out.forward(&attended.attn_out)?;
                 ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
         };
         let gate_up = match kept.gate_up {
             Some(gate_up) => gate_up,
-            None => weights.gate_up.of(&second.output)?,
+            None => weights.gate_up.forward(&second.output)?,
         };
-        Ok(Passed {
+        Ok(BlockActivations {
             first,
             attended,
             sum,

@@ -20,6 +20,6 @@ mod ops;
 mod product;
 mod projection;
 
-pub(super) use block::{Block, BlockWeights, Kept};
+pub(super) use block::{Block, BlockWeights, KeptActivations};
 pub(super) use head::{HeadWeights, head_backward, head_loss};
 pub(super) use ops::Ops;

@@ -18,7 +18,7 @@ pub(crate) enum Ops {
 }
 
 /// A norm's result and the values that its backward pass needs.
-pub(super) struct Normed {
+pub(super) struct NormOutput {
     /// Result with the weight applied, [rows, hidden_size].
     pub(super) output: Tensor,
     /// 1 / rms of each row, [rows, 1], fp32 at least.
@@ -33,12 +33,12 @@ impl Ops {
         x: &Tensor,
         weight: &Tensor,
         eps: f64,
-    ) -> Result<Normed, ComputeError> {
+    ) -> Result<NormOutput, ComputeError> {
         match self {
             Ops::Plain => plain_norm(x, weight, eps),
             Ops::Fused(fused) => {
                 let normed = fused.rms_norm(x, None, weight, eps)?;
-                Ok(Normed {
+                Ok(NormOutput {
                     output: normed.output,
                     scale: normed.scale,
                 })
@@ -53,7 +53,7 @@ impl Ops {
         added: &Tensor,
         weight: &Tensor,
         eps: f64,
-    ) -> Result<(Tensor, Normed), ComputeError> {
+    ) -> Result<(Tensor, NormOutput), ComputeError> {
         match self {
             Ops::Plain => {
                 let sum = x.f_add(added)?;
@@ -64,7 +64,7 @@ impl Ops {
                 let normed = fused.rms_norm(x, Some(added), weight, eps)?;
                 let (output, scale) = (normed.output, normed.scale);
                 let sum = normed.sum.expect("add_rms_norm returns a sum");
-                Ok((sum, Normed { output, scale }))
+                Ok((sum, NormOutput { output, scale }))
             }
         }
     }
@@ -155,14 +155,14 @@ impl Ops {
     }
 }
 
-fn plain_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Normed, ComputeError> {
+fn plain_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<NormOutput, ComputeError> {
     let wide_x = x.f_to_kind(at_least_fp32(x.kind()))?;
     let mean_square = wide_x
         .f_square()?
         .f_mean_dim(&[-1i64][..], true, wide_x.kind())?;
     let scale = mean_square.f_add_scalar(eps)?.f_rsqrt()?;
     let output = wide_x.f_mul(&scale)?.f_to_kind(x.kind())?.f_mul(weight)?;
-    Ok(Normed { output, scale })
+    Ok(NormOutput { output, scale })
 }
 
 fn plain_norm_backward(

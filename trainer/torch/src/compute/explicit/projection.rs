@@ -41,7 +41,7 @@ impl Projection {
     }
 
     /// Projects `x` [rows, inputs] to [rows, outputs].
-    pub(super) fn of(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
+    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         times_transposed_plus(x, &self.weight, self.bias.as_ref())
     }
 
