@@ -104,7 +104,6 @@ _LATER = "its file is being changed elsewhere"
 
 # Names that are allowed, each with its reason: (crate or package, name).
 ALLOWED = {
-    **dict.fromkeys((("kernels/torch", name) for name in ("Fused", "Normed", "of")), _LATER),
     **dict.fromkeys((("trainer/python/python/offloadd", name) for name in ("Computed", "Traced")), _LATER),
     ("trainer/python/python/offloadd", "Lion"): "`offloadd.optim.Lion` keeps its state itself, `_lion.Lion` has the rule; both stand for `lion_pytorch.Lion`",
 }

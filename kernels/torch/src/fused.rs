@@ -32,7 +32,7 @@ const ACCESS_BYTES: usize = 16;
 
 /// The compiled kernels of one GPU.
 #[derive(Debug)]
-pub struct Fused {
+pub struct FusedKernels {
     stream: Stream,
     device: Device,
     rms_norm: Variants,
@@ -53,7 +53,7 @@ struct Variants {
 
 /// A norm's result, and the inputs of its backward pass.
 #[derive(Debug)]
-pub struct Normed {
+pub struct FusedNorm {
     /// The normed input where it was a sum; of the input's shape.
     pub sum: Option<Tensor>,
     /// The result with the weight applied, of the input's shape.
@@ -73,7 +73,7 @@ pub enum Turn {
     Not,
 }
 
-impl Fused {
+impl FusedKernels {
     /// Compiles the kernels for `gpu` (about 2 s), which is torch's `device` ([`crate::use_gpu`]).
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl Fused {
             .find(|(name, _)| *name == "fused")
             .expect("a source of ours");
         let module = gpu.compile(name, source, &CompileOptions::default())?;
-        let variants = |name: &str| Variants::of(&module, name);
+        let variants = |name: &str| Variants::load(&module, name);
         Ok(Self {
             stream: gpu.default_stream(),
             device,
@@ -112,7 +112,7 @@ impl Fused {
         added: Option<&Tensor>,
         weight: &Tensor,
         eps: f64,
-    ) -> Result<Normed, TorchError> {
+    ) -> Result<FusedNorm, TorchError> {
         let (rows, columns, kind) = (size(x, 0), size(x, 1), x.kind());
         let sum = added.map(|_| x.f_empty_like()).transpose()?;
         let output = x.f_empty_like()?;
@@ -136,7 +136,7 @@ impl Fused {
         // SAFETY: the arguments match the kernel, which touches `rows` rows of `columns` elements; `operand` verified
         // the tensors' sizes (without `added` and `sum` they are null, which the kernel handles).
         unsafe { self.launch(function, rows, threads, &args)? };
-        Ok(Normed { sum, output, scale })
+        Ok(FusedNorm { sum, output, scale })
     }
 
     /// Computes the gradients of a norm's input and weight from that of its output, all [rows, columns] but the
@@ -288,7 +288,7 @@ impl Fused {
         Ok(output)
     }
 
-    /// Runs [`Fused::gated`] backward in place: `grad` [rows, columns], the gradient of its result, becomes that result
+    /// Runs [`FusedKernels::gated`] backward in place: `grad` [rows, columns], the gradient of its result, becomes that result
     /// again, and `gate_up` [rows, 2 * columns] becomes its own gradient.
     ///
     /// # Errors
@@ -361,7 +361,7 @@ impl Fused {
     }
 
     /// # Safety
-    /// Like [`Fused::launch`], for a kernel that takes two addresses, columns and a count of accesses.
+    /// Like [`FusedKernels::launch`], for a kernel that takes two addresses, columns and a count of accesses.
     unsafe fn launch_pairs(
         &self,
         variants: &Variants,
@@ -410,7 +410,7 @@ impl Fused {
 }
 
 impl Variants {
-    fn of(module: &Module, name: &str) -> Result<Self, GpuError> {
+    fn load(module: &Module, name: &str) -> Result<Self, GpuError> {
         let pair = |kind: &str| -> Result<[Function; 2], GpuError> {
             Ok([
                 module.function(&format!("{name}_{kind}_each"))?,

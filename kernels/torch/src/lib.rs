@@ -11,7 +11,7 @@
 //!              device_view()        memory of ours on a GPU, seen as a tensor
 //! cudnn/       CudnnAttention       attention by cuDNN, whose backward pass repeats in bits
 //! collective/  Comm, GpuComm        several processes as one, through Gloo, NCCL or RCCL
-//! fused.rs     Fused                kernels that do at once what torch's operators do in several passes
+//! fused.rs     FusedKernels         kernels that do at once what torch's operators do in several passes
 //! ```
 //!
 //! A C++ exception never crosses into Rust: each shim function catches it and returns its text.

@@ -6,7 +6,7 @@
 use std::sync::OnceLock;
 
 use kernels::gpu::Gpu;
-use kernels_torch::fused::{Fused, Turn};
+use kernels_torch::fused::{FusedKernels, Turn};
 use kernels_torch::{device_of, load_gpu_half};
 use tch::{Device, Kind, Tensor};
 
@@ -15,8 +15,8 @@ use crate::on_fake::DRIVER;
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 
 /// Returns the kernels, compiled once, and the device of their tensors: the CPU with the fake driver, whose memory that is.
-fn fused() -> Option<&'static (Fused, Device)> {
-    static COMPILED: OnceLock<Option<(Fused, Device)>> = OnceLock::new();
+fn fused() -> Option<&'static (FusedKernels, Device)> {
+    static COMPILED: OnceLock<Option<(FusedKernels, Device)>> = OnceLock::new();
     let compiled = COMPILED.get_or_init(|| {
         let gpu = match Gpu::open(0) {
             Ok(gpu) => gpu,
@@ -33,7 +33,7 @@ fn fused() -> Option<&'static (Fused, Device)> {
             load_gpu_half().unwrap();
             device_of(&gpu)
         };
-        Some((Fused::compile(&gpu, device).unwrap(), device))
+        Some((FusedKernels::compile(&gpu, device).unwrap(), device))
     });
     compiled.as_ref()
 }

@@ -5,7 +5,7 @@ mod head;
 use std::rc::Rc;
 
 use kernels::gpu::DeviceBuffer;
-use kernels_torch::fused::Fused;
+use kernels_torch::fused::FusedKernels;
 use kernels_torch::{CudnnAttention, use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
@@ -96,7 +96,7 @@ impl Engine {
                 // The fused kernels support bf16 and fp32 only.
                 Dtype::Fp16 => Ops::Plain,
                 Dtype::Bf16 | Dtype::Fp32 => {
-                    Ops::Fused(Box::new(Fused::compile(gpu, torch_device)?))
+                    Ops::Fused(Box::new(FusedKernels::compile(gpu, torch_device)?))
                 }
             }),
             rotary: rotary.transpose()?,

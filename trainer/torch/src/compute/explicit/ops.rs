@@ -1,7 +1,7 @@
 //! Elementwise operations: in torch operators, which define them, or in fused kernels, which do the same in
 //! one pass over memory and are compared with the definition.
 
-use kernels_torch::fused::{Fused, Turn};
+use kernels_torch::fused::{FusedKernels, Turn};
 use tch::{Kind, Tensor};
 
 use crate::compute::ComputeError;
@@ -14,7 +14,7 @@ pub(crate) enum Ops {
     /// Torch operators, one after another; on any device and in any kind.
     Plain,
     /// This project's kernels on a GPU, for bf16 and fp32.
-    Fused(Box<Fused>),
+    Fused(Box<FusedKernels>),
 }
 
 /// A norm's result and the values that its backward pass needs.
