@@ -96,16 +96,16 @@ struct Progress {
 /// The queue of the mover's thread, which takes jobs in order and does none after one has failed.
 pub(crate) struct Mover {
     jobs: Sender<Job>,
-    board: Arc<Board>,
+    shared: Arc<SharedProgress>,
 }
 
 #[derive(Default)]
-struct Board {
+struct SharedProgress {
     progress: Mutex<Progress>,
     changed: Condvar,
 }
 
-impl Board {
+impl SharedProgress {
     fn lock(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -148,16 +148,16 @@ impl Board {
 }
 
 impl Mover {
-    pub(crate) fn start(held: Arc<Mutex<Option<OpenRun>>>) -> std::io::Result<Self> {
+    pub(crate) fn start(open_run: Arc<Mutex<Option<OpenRun>>>) -> std::io::Result<Self> {
         let (jobs, coming) = channel::<Job>();
-        let board = Arc::<Board>::default();
-        let progress = board.clone();
+        let shared = Arc::<SharedProgress>::default();
+        let progress = shared.clone();
         let run = move |job: Job| -> Result<(), PyErr> {
-            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
-            let held = held
+            let mut open_run = open_run.lock().unwrap_or_else(PoisonError::into_inner);
+            let open_run = open_run
                 .as_mut()
                 .ok_or_else(|| Error::new_err("the run is closed"))?;
-            match catch_unwind(AssertUnwindSafe(|| job(held))) {
+            match catch_unwind(AssertUnwindSafe(|| job(open_run))) {
                 Ok(done) => Ok(done?),
                 Err(_) => Err(Error::new_err("the thread that moves units panicked")),
             }
@@ -176,7 +176,7 @@ impl Mover {
                     });
                 }
             })?;
-        Ok(Self { jobs, board })
+        Ok(Self { jobs, shared })
     }
 
     /// Enqueues a job.
@@ -184,7 +184,7 @@ impl Mover {
         &self,
         job: impl FnOnce(&mut OpenRun) -> Result<(), MoveError> + Send + 'static,
     ) {
-        self.board.lock().jobs += 1;
+        self.shared.lock().jobs += 1;
         // The thread ends only after the sender.
         let _ = self.jobs.send(Box::new(job));
     }
@@ -194,7 +194,7 @@ impl Mover {
     /// # Errors
     /// A job's failure; a signal's exception.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        self.board
+        self.shared
             .wait(py, |progress| (progress.jobs == 0).then_some(()))
     }
 }
@@ -256,11 +256,11 @@ impl Sums {
             }
         };
         let [came, sum] = earlier;
-        for (elems, held) in parts {
+        for (elems, stored) in parts {
             let starts = (elems.start as usize..).step_by(self.earlier_elems);
-            for (start, held) in starts.zip(held.chunks(self.earlier_elems * bytes)) {
-                let count = held.len() / bytes;
-                gpu.upload(stream, came, &[(0, held)])?;
+            for (start, stored) in starts.zip(stored.chunks(self.earlier_elems * bytes)) {
+                let count = stored.len() / bytes;
+                gpu.upload(stream, came, &[(0, stored)])?;
                 let kernels = gpu.kernels()?;
                 stream.fill_zero(sum.at(0), count * size_of::<f32>())?;
                 kernels.accumulate(stream, sum.at(0), came.at(0), grads, count)?;
@@ -321,14 +321,14 @@ impl GpuMover {
     /// Starts moving the units of `core` to and from GPU `index`: pins the host memory they pass through.
     #[staticmethod]
     fn open(py: Python<'_>, core: Py<Core>, index: u32) -> PyResult<Self> {
-        let (arena, units) = core.get().with(py, |held| {
+        let (arena, units) = core.get().with(py, |run| {
             let mut first = 0;
-            let layout = held.swapper.layout();
-            let units = held
+            let layout = run.swapper.layout();
+            let units = run
                 .plan
                 .units
                 .iter()
-                .zip(&held.formats)
+                .zip(&run.formats)
                 .zip(layout.units())
                 .map(|((unit, format), own)| {
                     let own = &layout.ranges()[own.start as usize..own.end as usize];
@@ -346,7 +346,7 @@ impl GpuMover {
                     first += unit.params.len();
                     unit
                 });
-            Ok((held.arena.clone(), units.collect::<Vec<_>>()))
+            Ok((run.arena.clone(), units.collect::<Vec<_>>()))
         })?;
         let opened = py.detach(|| -> Result<_, GpuError> {
             let gpu = Gpu::open(index)?;
@@ -398,22 +398,22 @@ impl GpuMover {
         let after = py.detach(|| self.room.record()).map_err(gpu_failed)?;
         let mover = self.mover();
         mover
-            .board
+            .shared
             .change(|progress| drop(progress.uploads.insert(unit, Upload::Coming)));
-        let (board, gpu, up) = (mover.board.clone(), self.gpu.clone(), self.up.clone());
+        let (shared, gpu, up) = (mover.shared.clone(), self.gpu.clone(), self.up.clone());
         let own = &self.units[unit].own;
         let mut left = own.end - own.start;
-        mover.post(move |held| {
+        mover.post(move |run| {
             up.wait(&after)?;
             let arrived = || -> Result<(), GpuError> {
                 let enqueued = Upload::Enqueued(Arc::new(up.record()?));
-                board.change(|progress| drop(progress.uploads.insert(unit, enqueued)));
+                shared.change(|progress| drop(progress.uploads.insert(unit, enqueued)));
                 Ok(())
             };
             if left == 0 {
                 arrived()?;
             }
-            held.swapper.gather(unit, |parts| {
+            run.swapper.gather(unit, |parts| {
                 let pieces: Vec<(usize, &[u8])> = parts
                     .iter()
                     .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
@@ -436,7 +436,7 @@ impl GpuMover {
 
     /// Makes `stream`, PyTorch's current one, wait for the parameters of `unit`. Returns when their copies are enqueued.
     fn ready(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {
-        let arrived = self.mover().board.wait(py, |progress| {
+        let arrived = self.mover().shared.wait(py, |progress| {
             match progress.uploads.get(&unit).expect("expected before") {
                 Upload::Coming => None,
                 Upload::Enqueued(event) => Some(event.clone()),
@@ -449,8 +449,8 @@ impl GpuMover {
     /// To be called before the memory of `unit` is freed: it is used again only when what `stream` has enqueued so far, and
     /// the copies to it, have run.
     fn release(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {
-        let board = &self.mover().board;
-        let arrived = board.wait(py, |progress| match progress.uploads.get(&unit) {
+        let shared = &self.mover().shared;
+        let arrived = shared.wait(py, |progress| match progress.uploads.get(&unit) {
             Some(Upload::Coming) => None,
             Some(Upload::Enqueued(event)) => Some(Some(event.clone())),
             None => Some(None),
@@ -458,10 +458,10 @@ impl GpuMover {
         let arrived = match arrived {
             Ok(arrived) => arrived,
             // After a failure nothing is copied any more.
-            Err(_) if board.lock().failure.is_some() => None,
+            Err(_) if shared.lock().failure.is_some() => None,
             Err(signal) => return Err(signal),
         };
-        board.lock().uploads.remove(&unit);
+        shared.lock().uploads.remove(&unit);
         let stream = memory::torch_stream(&self.gpu, stream);
         py.detach(|| {
             if let Some(arrived) = arrived {
@@ -476,7 +476,7 @@ impl GpuMover {
     fn grad_room(&self, py: Python<'_>, slot: usize, stream: usize) -> PyResult<()> {
         let left = self
             .mover()
-            .board
+            .shared
             .wait(py, |progress| match progress.leaving.get(&slot) {
                 None => Some(None),
                 Some(None) => None,
@@ -506,11 +506,11 @@ impl GpuMover {
         let complete = py.detach(|| stream.record()).map_err(gpu_failed)?;
         let mover = self.mover();
         mover
-            .board
+            .shared
             .change(|progress| drop(progress.leaving.insert(slot, None)));
-        let (board, gpu, down) = (mover.board.clone(), self.gpu.clone(), self.down.clone());
+        let (shared, gpu, down) = (mover.shared.clone(), self.gpu.clone(), self.down.clone());
         let (units, sums) = (self.units.clone(), self.sums.clone());
-        mover.post(move |held| {
+        mover.post(move |run| {
             let of_unit = &units[unit];
             let UnitOnGpu {
                 own, params, first, ..
@@ -518,15 +518,15 @@ impl GpuMover {
             let mut left = own.end - own.start;
             let left_gpu = || -> Result<(), GpuError> {
                 let event = Arc::new(down.record()?);
-                board.change(|progress| drop(progress.leaving.insert(slot, Some(event))));
+                shared.change(|progress| drop(progress.leaving.insert(slot, Some(event))));
                 Ok(())
             };
             down.wait(&complete)?;
             if own.is_empty() {
                 left_gpu()?;
             }
-            let add = held.swapper.has_gradients(unit);
-            held.swapper.scatter(unit, |parts| {
+            let add = run.swapper.has_gradients(unit);
+            run.swapper.scatter(unit, |parts| {
                 if add {
                     let earlier: Vec<(Range<u64>, &[u8])> = parts
                         .iter()
