@@ -7,7 +7,7 @@
 //!
 //!   take_slot ─▶ Slot ── swap_in / swap_out ─▶ Ticket      the slot is the kernel's
 //!                 ▲                              │
-//!                 └────────── Done ◀──── poll ◀──┘         and comes back, checked, or with a TileError
+//!                 └───── EndedOperation ◀─ poll ◀┘         and comes back, checked, or with a TileError
 //!
 //!   begin_commit ─▶ poll_commit                            a generation and its blob are durable
 //! ```

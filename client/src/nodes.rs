@@ -2,7 +2,7 @@
 //! These are functions of what nodes report; the caller exchanges the reports.
 //!
 //! ```text
-//!   start:  Held of every node ──▶ resume_from ──▶ Session::resume on every node
+//!   start:  NodeGenerations of every node ──▶ resume_from ──▶ Session::resume on every node
 //!   step:   commit ends: prepared here ──▶ prepared on every node ──▶ confirmable ──▶ Session::confirm, if it is this node's
 //! ```
 //!

@@ -1,7 +1,7 @@
 //! The daemon's decisions, without a clock, thread, file or async code: events in, actions out.
 //!
 //! ```text
-//!                       ┌──────── Note ────────┐
+//!                       ┌────── AdminNote ─────┐
 //!   Event ──▶ Core ──▶ data                  admin ◀── Event
 //!              │        │ ◀─ Reserve, Layout, ─┘ │
 //!              │        │    ReplaceExtent,      │

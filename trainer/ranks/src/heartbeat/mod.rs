@@ -1,7 +1,7 @@
 //! Heartbeats of all ranks, and the detection of dead ranks from them.
 //!
 //! ```text
-//!   thread, each beat:   write own count ──▶ store ──▶ read the others' counts ──▶ Shared ──▶ verdict()
+//!   thread, each beat:   write own count ──▶ store ──▶ read the others' counts ──▶ HeartbeatState ──▶ verdict()
 //! ```
 //!
 //! Heartbeats have their own thread, so that a rank in a long computation still sends them and a stopped or dead one
