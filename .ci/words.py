@@ -100,11 +100,8 @@ PARTICIPLES = set(
 # Functions whose name says neither what they do nor with what.
 VAGUE = "of|take|look|tell|hear|come|bring"
 
-_LATER = "its file is being changed elsewhere"
-
 # Names that are allowed, each with its reason: (crate or package, name).
 ALLOWED = {
-    **dict.fromkeys((("trainer/python/python/offloadd", name) for name in ("Computed", "Traced")), _LATER),
     ("trainer/python/python/offloadd", "Lion"): "`offloadd.optim.Lion` keeps its state itself, `_lion.Lion` has the rule; both stand for `lion_pytorch.Lion`",
 }
 

@@ -29,7 +29,7 @@ def counted(run):
 
 
 def largest_block(run):
-    return max(sum(unit.bytes for unit in units) for units in run.engine.gathering.together)
+    return max(sum(unit.bytes for unit in units) for units in run.engine.gathering.unit_groups)
 
 
 def prepared(model, tmp_path, name="run", device="cpu", **more):

@@ -83,8 +83,8 @@ class Engine:
             for index, param in enumerate(unit.params if unit.trained else ()):
                 # Before the gradient is accumulated: by then no handle may be there to add to.
                 self._handles.append(param.register_hook(functools.partial(_before_gradient, weakref.ref(self), unit.index, index)))
-        for module, together in self.gathering.of_module.items():
-            self._hook(module, together)
+        for module, group in self.gathering.of_module.items():
+            self._hook(module, group)
         self._changed_layers = keep_format(model)
         _native.take_copies()
 

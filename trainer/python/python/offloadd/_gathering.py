@@ -60,9 +60,9 @@ class Gathering:
             self.of_module.setdefault(modules[unit.index], []).append(unit)
             unit.watch = watch(unit.params, parts=unit.parts)
         # The same in the units' order.
-        self.together = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
+        self.unit_groups = sorted((units for units in self.of_module.values() if units), key=lambda units: units[0].index)
         # By unit: the first of those that it comes with.
-        first = {unit.index: units[0].index for units in self.together for unit in units}
+        first = {unit.index: units[0].index for units in self.unit_groups for unit in units}
         self.group_of = [first[unit.index] for unit in units]
         # Whether the other ranks bring what this one reads, without a script's telling them.
         self.leads = False

@@ -10,27 +10,27 @@ from torch import nn
 from ._errors import Error
 from ._memory import gpu_gradient_bytes, gpu_weight_bytes
 from ._plan import bytes_text
-from ._traced import Traced, trace
+from ._traced import TracedMemory, trace
 from ._units import Unit
 
 
 @dataclass(frozen=True)
-class Computed:
+class StepMemory:
     """What a step computes, with gradient checkpointing and without; the reason where one is unknown, as for a model whose code needs values. A pass
     that trains nothing has nothing to checkpoint."""
 
     sequences: int
     seq_len: int
-    checkpointed: "Traced | str | None"
-    kept: "Traced | str"
+    checkpointed: "TracedMemory | str | None"
+    kept: "TracedMemory | str"
 
     @property
     def moved_host_bytes(self) -> int:
         """Host memory of inputs of checkpointed blocks."""
-        return self.least.moved_host_bytes if isinstance(self.least, Traced) else 0
+        return self.least.moved_host_bytes if isinstance(self.least, TracedMemory) else 0
 
     @property
-    def least(self) -> "Traced | str":
+    def least(self) -> "TracedMemory | str":
         return self.kept if self.checkpointed is None or isinstance(self.checkpointed, str) else self.checkpointed
 
 
@@ -38,22 +38,22 @@ class Computed:
 class GpuPlan:
     """Bytes of GPU memory of a run."""
 
-    computed: Computed
+    computed: StepMemory
     # All weights where they stay with the model.
     weight_bytes: int
     gradient_bytes: int
     # Bytes of weights that come in a forward and in a backward, and of gradients that leave. None where weights stay.
     bus_bytes: Optional[tuple[int, int, int]]
 
-    def total_bytes(self, traced: "Traced | str | None") -> Optional[int]:
+    def total_bytes(self, traced: "TracedMemory | str | None") -> Optional[int]:
         """The highest sum of a step that computes so much; None where that is unknown."""
-        return self.weight_bytes + self.gradient_bytes + traced.peak_bytes if isinstance(traced, Traced) else None
+        return self.weight_bytes + self.gradient_bytes + traced.peak_bytes if isinstance(traced, TracedMemory) else None
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of inputs of checkpointed blocks that leave the GPU and come back."""
         found = self.computed.least
-        return found.moved_bytes if isinstance(found, Traced) else 0
+        return found.moved_bytes if isinstance(found, TracedMemory) else 0
 
     def lines(self) -> list[str]:
         """For people."""
@@ -81,7 +81,7 @@ class GpuPlan:
         return lines
 
     @staticmethod
-    def _parts(found: Traced) -> list[str]:
+    def _parts(found: TracedMemory) -> list[str]:
         # Logits that the forward keeps are counted with the others.
         kept = min(found.kept_bytes - found.cache_bytes, found.peak_bytes - found.cache_bytes - found.logits_bytes)
         rest = found.peak_bytes - found.cache_bytes - found.logits_bytes - kept
@@ -89,10 +89,10 @@ class GpuPlan:
         return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
 
 
-def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False) -> Computed:
+def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False) -> StepMemory:
     """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
     blocks wait in host memory."""
-    return Computed(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
+    return StepMemory(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
 
 
 def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
     return sum(unit.bytes for unit in units), sum(unit.bytes for unit in units if not unit.root) if trains else 0
 
 
-def gpu_plan(of_step: Computed, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, stay: bool) -> GpuPlan:
+def gpu_plan(of_step: StepMemory, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, stay: bool) -> GpuPlan:
     """The plan of units, each with its module, beside what a step computes. With `stay` the weights stay on the GPU."""
     forward, backward = weights_on_bus(units, trains)
     return GpuPlan(
@@ -118,7 +118,9 @@ def _scale_bytes(units: Sequence[Unit]) -> int:
     return sum(shape.numel() // 64 * 4 for param, shape in shapes if shape is not None and param.numel() < shape.numel())
 
 
-def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> "Traced | str":
+def _traced(
+    model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False
+) -> "TracedMemory | str":
     try:
         return trace(model, units, shape, trains, checkpoints, moves)
     except Error as error:

@@ -128,21 +128,21 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
     ranks.transfers.broadcast("share buffers and parameters outside of units", outside_of_units(model, gathering.units))
     if replace:
         ranks.meet("begin anew")
-        core.begin_rewrite([unit.index for together in gathering.together for unit in together if unit.trained], blob)
+        core.begin_rewrite([unit.index for group in gathering.unit_groups for unit in group if unit.trained], blob)
     else:
         core.begin_fill(blob)
-    for together in gathering.together:
+    for group in gathering.unit_groups:
         with contextlib.ExitStack() as rooms:
-            for unit in together:
+            for unit in group:
                 if unit.flat is None:
                     unit.place()
                 else:
                     rooms.enter_context(gathering.room(unit))
                     unit.flat.zero_()
-            empty = {id(param) for unit in together if unit.built_on_meta for param in unit.params}
+            empty = {id(param) for unit in group if unit.built_on_meta for param in unit.params}
             if empty:
                 begin(model, empty, begun, weights, commits.layout.names)
-            for unit in together:
+            for unit in group:
                 ranks.transfers.broadcast(f"share {unit.name}", [unit.flat])
                 if unit.trained or not replace:
                     core.fill(unit.index, unit.flat.data_ptr())

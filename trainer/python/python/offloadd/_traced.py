@@ -30,7 +30,7 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedMemory:
     """Bytes of a step, or of a pass that trains nothing, beside weights and what holds gradients of whole units."""
 
     # At the highest point of the step.
@@ -45,7 +45,7 @@ class Traced:
     moved_host_bytes: int = 0
 
 
-def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> Traced:
+def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> TracedMemory:
     """Runs a step with inputs of `shape`, sequences and their length; with `checkpoints` blocks keep their inputs alone, and with `moves` in host
     memory. The model and its units are on the meta device. Raises `Error` where the model's code needs values."""
     try:
@@ -88,7 +88,7 @@ def _moving(wanted: bool) -> Iterator[Optional[Activations]]:
             activations.close()
 
 
-def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, activations: Optional[Activations] = None) -> Traced:
+def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, activations: Optional[Activations] = None) -> TracedMemory:
     ids = torch.zeros(shape, dtype=torch.long, device="meta")
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", 0)
     live = _Live([ids, *model.parameters(), *model.buffers()], vocabulary)
@@ -105,7 +105,7 @@ def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tra
         else:
             kept_bytes, cache_bytes = live.now, _cache_bytes(getattr(out, "past_key_values", None))
     moved = (0, 0) if activations is None else (activations.moved_bytes, activations.pool.nbytes)
-    return Traced(live.peak, live.logits_at_peak, kept_bytes, cache_bytes, *moved)
+    return TracedMemory(live.peak, live.logits_at_peak, kept_bytes, cache_bytes, *moved)
 
 
 def _inputs(model: nn.Module, ids: torch.Tensor, trains: bool) -> dict[str, Any]:

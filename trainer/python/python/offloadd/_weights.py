@@ -37,9 +37,9 @@ class Blocks:
     def __init__(self, gathering: Gathering, state: Mapping[str, Any]) -> None:
         self.gathering, self.state = gathering, state
         self.tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        together = gathering.together
-        block_of = {unit: index for index, units in enumerate(together) for unit in units}
-        self.names: list[list[str]] = [[] for _ in together]
+        groups = gathering.unit_groups
+        block_of = {unit: index for index, units in enumerate(groups) for unit in units}
+        self.names: list[list[str]] = [[] for _ in groups]
         for name, value in self.tensors.items():
             if type(value) is CutParam:
                 continue
@@ -57,12 +57,12 @@ class Blocks:
     @contextlib.contextmanager
     def values(self, block: int) -> Iterator[State]:
         """The state of one block, in memory meanwhile."""
-        if block >= len(self.gathering.together):
+        if block >= len(self.gathering.unit_groups):
             (name,) = self.names[block]
             yield {name: joined(self.gathering, self.tensors[name])}
             return
         with contextlib.ExitStack() as stack:
-            for unit in self.gathering.together[block]:
+            for unit in self.gathering.unit_groups[block]:
                 stack.enter_context(self.gathering.gathered(unit))
             yield {name: self.tensors[name].detach() for name in self.names[block]}
 
