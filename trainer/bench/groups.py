@@ -42,6 +42,7 @@ def main():
     parser.add_argument("--groups", nargs="+", default=["plan", "all"], help="plan, all, or numbers of micro-batches")
     parser.add_argument("--fractions", nargs="+", default=["auto"], help="of the parameters in GPU memory, for host-gpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
+    parser.add_argument("--steps", type=int, help="of each row; by default fewer the more tokens a step has")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def measure(args, env, data, place, fraction, micro_batches, group):
     directory = args.out / f"{place}-{fraction}-{micro_batches}-{group}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
-    steps = STEPS[micro_batches]
+    steps = args.steps or STEPS[micro_batches]
     row = {**rows.ROWS[place], "accumulate": micro_batches}
     run = directory / "run.toml"
     run.write_text(rows.run_file(row, rows.MODELS[args.model], data=str(data), directory=str((directory / "run").resolve()), nvme_paths=[], steps=steps))
@@ -98,7 +99,7 @@ def measure(args, env, data, place, fraction, micro_batches, group):
     metrics.unlink(missing_ok=True)
     # The checkpoint at the end takes longer than the steps.
     command = [args.bin / "trainer", "train", run, *sets, "--fresh"]
-    watched = watch.run(command, log=directory / "log", timeout_s=args.timeout, env=env, enough=(metrics, steps))
+    watched = watch.run(command, log=directory / "log", timeout_s=args.timeout, env=env, first_line=metrics, enough=(metrics, steps))
     lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
     # A checkpoint that was begun is large.
     for made in (directory / "run").glob("*"):
@@ -117,6 +118,10 @@ def measure(args, env, data, place, fraction, micro_batches, group):
         "tflops_with_attention": plan["bound"]["operations"] / step_s / 1e12,
         "gpu_bytes": watched.gpu_bytes,
         "planned_gpu_bytes": (plan["gpu"] or {}).get("process_bytes", 0),
+        "host_bytes": watched.host_bytes,
+        "planned_host_bytes": plan["host"]["node_bytes"],
+        "start_s": watched.first_line_at,
+        "steps_s": [step["step_s"] for step in lines],
         "losses": [step["loss"] for step in lines],
         "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
     }

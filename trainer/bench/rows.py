@@ -12,6 +12,8 @@ MODELS = {
     "4b": {"hidden": 3072, "layers": 34, "heads": 24, "ff": 8192, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "7b": {"hidden": 4096, "layers": 32, "heads": 32, "ff": 11008, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "13b": {"hidden": 5120, "layers": 40, "heads": 40, "ff": 13824, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
+    # Qwen3-32B's shape without its norms of heads: 32.8 G parameters.
+    "32b": {"hidden": 5120, "layers": 64, "heads": 64, "kv_heads": 8, "head_dim": 128, "ff": 25600, "vocab": 151936, "seq": 2048, "micro": 8, "threads": None},
     "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
 }
 
@@ -218,7 +220,8 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
             "intermediate_size": model["ff"],
             "num_hidden_layers": model["layers"],
             "num_attention_heads": model["heads"],
-            "num_key_value_heads": model["heads"],
+            "num_key_value_heads": model.get("kv_heads", model["heads"]),
+            "head_dim": model.get("head_dim", model["hidden"] // model["heads"]),
             "vocab_size": model["vocab"],
         },
         "data": {"files": [data], "tokenizer": "bytes"},

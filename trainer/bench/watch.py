@@ -21,6 +21,22 @@ class Watched:
         self.status, self.timed_out, self.said = None, False, ""
         self.host_bytes, self.gpu_bytes, self.first_line_at = 0, 0, None
 
+    def see_host(self, child):
+        """Returns what looks how much host memory the session takes now."""
+
+        def look():
+            self.host_bytes = max(self.host_bytes, sum(map(pss_bytes, members(child.pid))))
+
+        return look
+
+    def see_gpu(self, before):
+        """Returns what looks how much GPU memory is in use now, beyond `before`."""
+
+        def look():
+            self.gpu_bytes = max(self.gpu_bytes, gpu_bytes() - before)
+
+        return look
+
 
 def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
     """Runs `command` until it ends, its time is over, or the file of `enough` has as many lines as it says: then it is killed, so that
@@ -33,12 +49,16 @@ def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
             [str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, start_new_session=True
         )
         try:
-            sampler = threading.Thread(target=sample, args=(child, watched, gpu_before), daemon=True)
-            sampler.start()
+            samplers = [threading.Thread(target=sample, args=(child, one), daemon=True) for one in (watched.see_host(child), watched.see_gpu(gpu_before))]
+            for sampler in samplers:
+                sampler.start()
             while child.poll() is None:
                 if watched.first_line_at is None and first_line and has_line(first_line):
                     watched.first_line_at = time.monotonic() - began
                 if enough and has_line(*enough):
+                    # The samplers may have been slow, and it takes the most now.
+                    watched.see_host(child)()
+                    watched.see_gpu(gpu_before)()
                     send(child.pid, signal.SIGKILL)
                     break
                 if time.monotonic() - began > timeout_s:
@@ -47,7 +67,8 @@ def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
                 time.sleep(0.02)
         finally:
             end(child)
-            sampler.join()
+            for sampler in samplers:
+                sampler.join()
     watched.status = child.returncode
     watched.said = pathlib.Path(log).read_text(errors="replace")
     return watched
@@ -105,11 +126,11 @@ def members(session):
     return found
 
 
-def sample(child, watched, gpu_before):
+def sample(child, look):
+    """Looks about once a second, less often where a look takes long: that of 200 GB of host memory takes seconds."""
     while child.poll() is None:
         since = time.monotonic()
-        watched.host_bytes = max(watched.host_bytes, sum(map(pss_bytes, members(child.pid))))
-        watched.gpu_bytes = max(watched.gpu_bytes, gpu_bytes() - gpu_before)
+        look()
         took = time.monotonic() - since
         until = time.monotonic() + max(1.0, took / SAMPLE_SHARE)
         while child.poll() is None and time.monotonic() < until:
