@@ -106,7 +106,8 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     losses, norms = [], []
-    own = {"compute_device": gpu, "units": ["Linear"], "activations": "cpu" if gpu else "gpu"}
+    stay = 0.5 if dtype == torch.bfloat16 else "auto"
+    own = {"compute_device": gpu, "units": ["Linear"], "activations": "cpu" if gpu else "gpu", **({"gpu_resident_fraction": stay} if gpu else {})}
     with offloadd.prepare(model, optimizer, config("cpu", path, **own), run_dir=path / "run") as run:
         for _ in range(3):
             for _ in range(2):
@@ -121,6 +122,7 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
             optimizer.step()
             optimizer.zero_grad()
         left = run.engine.activations.copies.left if gpu else 0
+        assert bool(run.resident_bytes) == bool(gpu)
         return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.gathering.memory.ahead, left
 
 

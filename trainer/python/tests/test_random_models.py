@@ -13,7 +13,7 @@ import torch
 import offloadd
 from random_models import act, draw_step, make
 from test_runs import config, needs_daemon
-from toy import Offloaded, same_gradients
+from toy import Offloaded, let_stay, same_gradients
 
 STEPS = 4
 
@@ -32,7 +32,7 @@ def compare(seed):
     """Runs a seed's model plain and on a core in Python; raises where they differ."""
     rng = random.Random(seed)
     plain, wanted = make(seed)
-    ours = Offloaded(make(seed)[0], wanted)
+    ours = Offloaded(make(seed)[0], wanted, resident=(0, 0.5, 1)[seed % 3])
     for step in range(STEPS):
         plain.zero_grad()
         for what, plans, number in draw_step(rng, plain):
@@ -55,8 +55,8 @@ def test_random_models_have_plain_pytorchs_losses_and_gradients(first):
             raise AssertionError(f"seed {seed}: {error}") from error
 
 
-def weights_after(seed, tmp_path, device, **own):
-    """Losses and weights of a run; of torch's own AdamW without a device."""
+def weights_after(seed, tmp_path, device, resident=0, **own):
+    """Losses and weights of a run, a fraction of whose units stays in memory; of torch's own AdamW without a device."""
     rng = random.Random(seed)
     model, wanted = make(seed)
     # A large eps: gradients that are rounding only become no steps.
@@ -68,6 +68,8 @@ def weights_after(seed, tmp_path, device, **own):
         run = offloadd.prepare(model, optimizer, config(device, dir, **own), run_dir=dir / "run", units=wanted)
     results = []
     with run:
+        if resident:
+            let_stay(run.engine, resident)
         for _ in range(STEPS):
             for what, plans, number in draw_step(rng, model):
                 results += act(model, what, plans, number)
@@ -82,7 +84,7 @@ def test_random_models_end_with_the_same_weights_wherever_the_state_lives(tmp_pa
     expected, weights = weights_after(seed, tmp_path, "none", optimizer_step="immediate")
     for device in ("cpu", "nvme") if seed % 3 == 0 else ("cpu",):
         own = {"optimizer_step": ("immediate", "deferred")[seed % 2], "resident_fraction": (0.0, 0.5, 1.0)[seed % 3]}
-        found, ours = weights_after(seed, tmp_path, device, **own)
+        found, ours = weights_after(seed, tmp_path, device, (0.5, 1)[seed % 2], **own)
         assert len(found) == len(expected) and all(map(same, found, expected)), f"seed {seed}: a loss on {device} differs"
         different = [name for name, value in weights.items() if not torch.equal(value, ours[name])]
         assert not different, f"seed {seed}: {different} on {device} differ"

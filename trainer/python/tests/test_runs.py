@@ -285,6 +285,7 @@ def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
         ({"offloadd": {"commit_every": "10"}}, 'offloadd.commit_every: expected a whole number, got "10": leave out the quotes'),
         ({"offloadd": {"commit_every": 0}}, "offloadd.commit_every: 0: must be at least 1"),
         ({"offloadd": {"resident_fraction": 2}}, "offloadd.resident_fraction: 2: must be 0 to 1"),
+        ({"offloadd": {"gpu_resident_fraction": -0.1}}, "offloadd.gpu_resident_fraction: -0.1: must be 0 to 1"),
         ({"offloadd": {"program": "/nowhere/offloadd"}}, "offloadd.program: /nowhere/offloadd is not a file"),
         ({"gradient_clipping": "1"}, 'gradient_clipping: expected a number, got "1": leave out the quotes'),
         ({"train_batch_size": 0, "pipeline": {"stages": 2}}, "2 settings are wrong\n  pipeline is not supported: leave it out"),
@@ -316,7 +317,8 @@ def test_a_resumed_run_with_batches_of_another_size_skips_as_many_samples(tmp_pa
 
 
 def test_auto_counts_as_left_out_below_offloadd_too():
-    given = settings_of({"offloadd": {"resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
+    given = settings_of({"offloadd": {"resident_fraction": "auto", "gpu_resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
+    assert given.gpu_resident_fraction is None and settings_of({"offloadd": {"gpu_resident_fraction": 0}}).gpu_resident_fraction == 0
     assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, None, 1)
     assert given.default_dir == pathlib.Path("offloadd-run").absolute()
 

@@ -1,12 +1,15 @@
 """A core in plain Python, and models."""
 
 import ctypes
+import pathlib
 
 import torch
 from torch import nn
 
 from offloadd._engine import Engine
 from offloadd._experts import Experts
+from offloadd._memory import GpuBytes
+from offloadd._residency import Residency
 from offloadd._units import units_of
 
 
@@ -71,10 +74,38 @@ class FakeCore:
         return [float(self.gradients[unit][at : at + param.numel()].double().square().sum()) for param, at in parts]
 
 
-class Offloaded:
-    """A model whose units a FakeCore keeps."""
+class SimulatedGpu:
+    """What a GPU tells of its memory, where units are in the processor's."""
 
-    def __init__(self, model, wanted=None, trains=True, unit_bytes_max=None):
+    index = 0
+
+    def __init__(self, units, size=1 << 40):
+        self.units, self.size, self.used_max = units, size, 0
+
+    def memory(self):
+        used = sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
+        self.compute(0)
+        return GpuBytes(used, self.used_max, self.size - used)
+
+    def forget_peak(self):
+        self.used_max = 0
+
+    def compute(self, size):
+        """Takes so much memory beside units for a moment."""
+        self.used_max = max(self.used_max, size + sum(unit.flat.untyped_storage().nbytes() for unit in self.units))
+
+
+def let_stay(engine, fraction, size=1 << 40):
+    """Lets a fraction of a model's units stay, as on a GPU with so much memory, which is returned; None: as many as have room."""
+    gpu = SimulatedGpu(engine.gathering.units, size)
+    engine.residency = Residency(engine.gathering, gpu, fraction, pathlib.Path("run"))
+    return gpu
+
+
+class Offloaded:
+    """A model whose units a FakeCore keeps, of which a fraction stays in memory."""
+
+    def __init__(self, model, wanted=None, trains=True, unit_bytes_max=None, resident=0):
         self.model = model
         experts = Experts(model, wanted, unit_bytes_max)
         units, modules = units_of(model, wanted, trains=trains, apart=experts.apart)
@@ -86,6 +117,7 @@ class Offloaded:
         self.engine = Engine(model, units, modules, self.core, keep=False, experts=experts)
         self.names = {id(param): name for name, param in model.named_parameters()}
         self.engine.gathering.release_all()
+        self.gpu = let_stay(self.engine, resident)
 
     def take_gradients(self):
         """Name to gradient of this step, None where none came; ends the step."""
@@ -97,6 +129,7 @@ class Offloaded:
                 found[self.names[id(param)]] = unit.view_of(flat, param, at).clone() if came else None
         self.core.begin_step()
         self.engine.updated()
+        self.engine.step_ended()
         self.engine.forget_gradients()
         return found
 

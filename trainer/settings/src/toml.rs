@@ -138,6 +138,10 @@ keys! {
         /// Where inputs of checkpointed blocks wait for their backward when a GPU computes: "gpu", or "cpu" (pinned host memory).
         #[default("\"gpu\"")]
         pub activations: Option<String>,
+        /// Fraction of the parameters' bytes that stays in the memory of the GPU that computes, in whole units, or "auto" for as much as
+        /// fits beside what a step took. Frozen parameters come once then, trained ones once a step. The choice does not change results.
+        #[default("\"auto\"")]
+        pub gpu_resident_fraction: Option<f64>,
         /// Where parameters come from after their first use in a step, with several nodes: "auto" (a copy in the host memory of each
         /// node if there is room) or "all" (the ranks of all nodes).
         #[default("\"auto\"")]

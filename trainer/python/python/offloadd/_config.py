@@ -60,6 +60,8 @@ class Settings:
     gradients: Optional[str]
     # "gpu" or "cpu": where inputs of checkpointed blocks wait for their backward, if a GPU computes.
     activations: str
+    # The fraction of the parameters' bytes that stays on the GPU. None: as much as has room.
+    gpu_resident_fraction: Optional[float]
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.
     shard: str
     # "fp32" or "bf16": how the optimizer's moments are stored.

@@ -33,6 +33,7 @@ from ._packed import free_format, keep_format
 from ._ranks import Ranks
 from ._reading import Reading
 from ._released import AS_TENSORS, in_transform
+from ._residency import Residency
 from ._units import Unit
 from ._watch import unwatch
 
@@ -73,6 +74,8 @@ class Engine:
         for cut in self.gathering.experts.cuts:
             cut.reading = self.reading
         self.gradients = Gradients(self.gathering, core)
+        # Which units stay on the GPU, if one computes.
+        self.residency: Optional[Residency] = None
         # Where inputs of checkpointed blocks are moved to host memory.
         self.activations: Optional[Activations] = None
         # Forwards of the model, or of parts of it by themselves, that have begun.
@@ -121,13 +124,13 @@ class Engine:
         # First: the hook after the forward comes even if gathering fails.
         forward = self.forwards.begin(units)
         if begins:
-            self._begin_pass(units[0].index if units else -1)
+            self._begin_pass(units[0].index if units else -1, args, kwargs)
         for unit in units:
             self.gathering.gather(unit)
             unit.start = 0 if unit.root else forward.number
         return args, kwargs
 
-    def _begin_pass(self, first: int) -> None:
+    def _begin_pass(self, first: int, args: Any, kwargs: Any) -> None:
         gathering, gradients = self.gathering, self.gradients
         if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():
             raise NotSupported("a prepared model cannot be traced or exported: do it before offloadd.prepare, or after close() of its run")
@@ -142,9 +145,10 @@ class Engine:
         self.before_pass()
         if self.activations is not None:
             self.activations.begin_pass()
-        pinned = any(unit.pins for unit in gathering.units)
+        if self.residency is not None:
+            self.residency.begin_pass(args, kwargs)
         gathering.with_gradients = torch.is_grad_enabled()
-        kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, pinned)
+        kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, gathering.staying)
         gathering.order.begin(kind)
         gathering.needs.begin(kind)
 
@@ -293,6 +297,11 @@ class Engine:
         else:
             gathering.release_all()
 
+    def step_ended(self) -> None:
+        """A step was made: what it took of a GPU's memory is known."""
+        if self.residency is not None:
+            self.residency.step_ended()
+
     def release(self) -> None:
         """Gives back all memory that the next pass can do without, or makes again."""
         gathering = self.gathering
@@ -305,6 +314,7 @@ class Engine:
                 # Its memory must not go while it is written.
                 gathering.memory.ready(unit)
         gathering.release_all()
+        gathering.release_kept()
         if not self.gradients.under_way:
             self.gradients.forget_buffers()
             gathering.memory.shrink()

@@ -72,6 +72,9 @@ class Gathering:
         self._came_ahead: dict[Unit, None] = {}
         # Bytes of experts that were brought.
         self.brought_bytes = 0
+        # Called before units are pinned, and whether some were since somebody asked.
+        self.before_pins: Callable[[], None] = lambda: None
+        self.were_pinned = False
         # Whether the run has ended and its tiles are gone.
         self.ended = False
         # A parameter that a script has written while it was in memory.
@@ -94,6 +97,8 @@ class Gathering:
         if in_transform():
             with outside_transforms():
                 return self.gather(unit, record)
+        if unit.kept:
+            return self._take_kept(unit)
         began = time.perf_counter()
         if unit.here:
             self._note_written(unit)
@@ -108,7 +113,7 @@ class Gathering:
             self._drop_unused({unit.index, *coming})
         deviates = self._expect(unit, record)
         for index in coming:
-            if not self.units[index].here:
+            if not (self.units[index].here or self.units[index].kept):
                 self._expect(self.units[index])
                 if self.units[index].apart:
                     self._came_ahead[self.units[index]] = None
@@ -118,7 +123,16 @@ class Gathering:
             self.order.waited_s += time.perf_counter() - began
         self._came_ahead.pop(unit, None)
         self.brought_bytes += unit.bytes * unit.apart
-        unit.expected, unit.fresh, unit.here = False, True, True
+        unit.expected, unit.fresh, unit.here, unit.written = False, True, True, False
+        unit.came += 1
+        self._open(unit)
+        unit.watch.begin()
+
+    def _take_kept(self, unit: Unit) -> None:
+        """Brings a unit whose memory has stayed: the engine does nothing, and no other rank is needed."""
+        unit.access.allow()
+        self.memory.ready(unit)
+        unit.kept, unit.here = False, True
         self._open(unit)
         unit.watch.begin()
 
@@ -187,17 +201,32 @@ class Gathering:
         return deviates
 
     def release(self, unit: Unit) -> None:
-        """Gives the unit's memory back, unless it is pinned and not stale."""
-        if not self.keep and (unit.here or unit.expected) and not (unit.pins and unit.fresh):
+        """Gives the unit's memory back, unless it is pinned and not stale. That of a resident one stays for the next gather as long as its values are
+        the newest: to the script it is released all the same."""
+        if self.keep or unit.pins and unit.fresh:
+            return
+        if unit.here or unit.expected:
             self._note_written(unit)
+            self.take_away(unit, keep=unit.resident and unit.fresh and unit.here and not unit.written)
+        elif unit.kept and not (unit.resident and unit.fresh):
             self.take_away(unit)
 
-    def take_away(self, unit: Unit) -> None:
-        """Gives the unit's memory back, whatever is kept and whatever was written there."""
+    def take_away(self, unit: Unit, keep: bool = False) -> None:
+        """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
-        self.memory.release(unit)
+        if keep:
+            unit.access.forbid()
+        else:
+            self.memory.release(unit)
         self.guard(unit)
         unit.here = unit.expected = False
+        unit.kept = keep
+
+    def release_kept(self) -> None:
+        """Gives the memory of resident units back, which come again at their next use."""
+        for unit in self.units:
+            if unit.kept:
+                self.take_away(unit)
 
     @contextlib.contextmanager
     def room(self, unit: Unit) -> Iterator[None]:
@@ -231,6 +260,9 @@ class Gathering:
     @contextlib.contextmanager
     def pinned(self, unit: Unit) -> Iterator[None]:
         """The unit's parameters, which stay in memory through passes of the model until they change."""
+        if not self.were_pinned:
+            self.before_pins()
+            self.were_pinned = True
         with self.gathered(unit):
             unit.pins += 1
             try:
@@ -273,6 +305,11 @@ class Gathering:
         """Whether all units stay in memory through passes, so that no pass brings any."""
         return all(unit.pins and unit.here and unit.fresh for unit in self.units)
 
+    @property
+    def staying(self) -> tuple[tuple[int, bool], ...]:
+        """The units that stay through passes, and whether each is in memory: passes with others bring units in another order."""
+        return tuple((unit.index, unit.here or unit.kept) for unit in self.units if unit.pins or unit.resident)
+
     def release_all(self) -> None:
         """Gives back what is still here, after a pass that did not end in order too."""
         for unit in self.units:
@@ -298,7 +335,7 @@ class Gathering:
     def _note_written(self, unit: Unit) -> None:
         found = unit.watch.end()
         if found is not None:
-            self._written = found
+            self._written, unit.written = found, True
 
     def refuse_writes(self) -> None:
         """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it."""

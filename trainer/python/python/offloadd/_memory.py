@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping, Optional, Protocol, Sequence
+from typing import Any, Container, Iterable, Mapping, NamedTuple, Optional, Protocol, Sequence
 
 import torch
 
@@ -57,30 +57,31 @@ def _largest(units: Sequence[Unit]) -> int:
     return max((unit.gradient_bytes for unit in units if unit.trained), default=0)
 
 
-def gpu_weight_bytes(units: Sequence[Unit], modules: Mapping[int, Any]) -> int:
+def gpu_weight_bytes(units: Sequence[Unit], modules: Mapping[int, Any], resident: Container[Unit] = ()) -> int:
     """Bytes of the units that are on a GPU at a time, at most: what is in no block, a block, experts of it that come apart or stay for
-    their backward, and what comes ahead.
+    their backward, what comes ahead, and what is `resident`.
     `modules` has the module of each unit, with which it comes and goes."""
     groups: dict[int, list[Unit]] = {}
     for unit in units:
         if not unit.root:
             groups.setdefault(id(modules[unit.index]), []).append(unit)
-    # A block begins before its experts, which are the units before it.
-    forward: list[tuple[int, int]] = []
+    # What comes in a forward, and the block beside which an expert comes. A block begins before its experts, which are the units before it.
+    forward: list[tuple[int, Optional[int]]] = []
     experts: list[int] = []
     for group in groups.values():
-        size = sum(unit.bytes for unit in group)
+        size = sum(unit.bytes for unit in group if unit not in resident)
         if group[0].apart:
             experts.append(size)
         else:
-            forward += [(size, 0), *((of_expert, size) for of_expert in experts)]
+            forward += [(size, None), *((of_expert, size) for of_expert in experts)]
             experts.clear()
+    forward = [one for one in forward if one[0]]
     highest = 0
     for order in (forward, forward[::-1]):
         for at, (_, beside) in enumerate(order):
-            kept = [size for size, block in order[max(0, at - KEPT_MAX) : at] if block] if beside else []
-            highest = max(highest, beside + sum(kept) + sum(size for size, _ in order[at : at + 1 + _AHEAD]))
-    return highest + sum(unit.bytes for unit in units if unit.root)
+            kept = [size for size, block in order[max(0, at - KEPT_MAX) : at] if block is not None] if beside is not None else []
+            highest = max(highest, (beside or 0) + sum(kept) + sum(size for size, _ in order[at : at + 1 + _AHEAD]))
+    return highest + sum(unit.bytes for unit in units if unit.root or unit in resident)
 
 
 def gpu_gradient_bytes(units: Sequence[Unit]) -> int:
@@ -142,6 +143,21 @@ class HostMemory:
         return sums
 
 
+class GpuBytes(NamedTuple):
+    """A GPU's memory, as this process can use it."""
+
+    # What tensors take, and the highest of it since `forget_peak`.
+    used_bytes: int
+    used_max_bytes: int
+    # What they can take in addition: what the driver has free, and what PyTorch's allocator holds and does not use.
+    free_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """What was left at the highest moment."""
+        return self.free_bytes + self.used_bytes - self.used_max_bytes
+
+
 class GpuDevice:
     """PyTorch's side of a GPU: its streams and its allocator."""
 
@@ -170,6 +186,18 @@ class GpuDevice:
 
     def free(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
+
+    def memory(self) -> GpuBytes:
+        """Asks the allocator and the driver, and waits for nothing that is computed."""
+        stats = torch.cuda.memory_stats(self.device)
+        held = lambda what, when="current": stats.get(f"{what}_bytes.all.{when}", 0)
+        # Pieces between those in use are too small for most tensors.
+        idle = held("reserved") - held("allocated") - held("inactive_split")
+        return GpuBytes(held("allocated"), held("allocated", "peak"), torch.cuda.mem_get_info(self.device)[0] + max(0, idle))
+
+    def forget_peak(self) -> None:
+        """Begins to look for the highest use of memory."""
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def copies(self) -> Copies:
         """Copies to host memory and back, on a stream of their own."""
@@ -206,7 +234,7 @@ class GpuMemory:
 
     def __init__(self, ranks: Ranks, units: Sequence[Unit], gpu: GpuDevice) -> None:
         self._gpu, self._mover = gpu, ranks.meetings.watched(gpu.open(ranks.meetings.core))
-        self._largest = _largest(units)
+        self._units, self._largest = units, _largest(units)
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
 
@@ -224,8 +252,20 @@ class GpuMemory:
         storage = unit.flat.untyped_storage()
         if storage.size() == 0:
             unit.access.allow()
-            self._gpu.allocate(storage, unit.bytes)
+            self._allocate(unit, storage)
         self._mover.expect(unit.index, unit.address(storage.data_ptr(), unit.dtype.itemsize))
+
+    def _allocate(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        try:
+            self._gpu.allocate(storage, unit.bytes)
+        except torch.cuda.OutOfMemoryError as error:
+            unit.access.forbid()
+            stay = sum(one.bytes for one in self._units if one.kept or one.here and one.resident)
+            if not stay:
+                raise
+            raise type(error)(
+                f"{error}. {stay / 2**30:.1f} GiB of weights stay on the GPU and leave no room for {unit.name}: set offloadd.gpu_resident_fraction lower"
+            ) from None
 
     def ready(self, unit: Unit) -> None:
         self._mover.ready(unit.index, self._gpu.stream())

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import _offloadd
 from ._commits import Commits
+from ._config import Settings
 from ._console import say
 from ._engine import Engine
 from ._errors import Error, NotSupported
@@ -21,6 +22,7 @@ from ._memory import GpuDevice, GpuMemory
 from ._packed import PackedParam, find_packed, is_wrapper, users_of, wrap_again
 from ._plan import Plan, described
 from ._ranks import Ranks
+from ._residency import Residency
 from ._run_dir import InUse, begin_part, check_place, lock, writable
 from ._state import from_blob
 from ._supported_optimizers import check_optimizer
@@ -211,6 +213,15 @@ def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:
     for param in engine.model.parameters():
         if id(param) not in gathering.unit_of and is_wrapper(param):
             wrap_again(param)
+
+
+def keep_units(engine: Engine, settings: Settings, gpu: Optional[GpuDevice], run_dir: Path) -> None:
+    """Lets units stay on a GPU that computes."""
+    if gpu is not None and not engine.gathering.keep:
+        engine.residency = Residency(engine.gathering, gpu, settings.gpu_resident_fraction, run_dir)
+    elif settings.gpu_resident_fraction:
+        why = "the model computes on the processor" if gpu is None else "all parameters stay with the model"
+        say(f"offloadd.gpu_resident_fraction = {settings.gpu_resident_fraction:g} has no effect: {why}")
 
 
 def move_activations(engine: Engine, gpu: Optional[GpuDevice]) -> None:

@@ -201,6 +201,7 @@ class Run:
         self._open_content(weights, committed, begins)
         if plan.gpu is not None:
             _opening.move_to_gpu(self.engine, plan.gpu)
+        _opening.keep_units(self.engine, self.settings, plan.gpu, self.run_dir)
         if self.settings.activations == "cpu":
             _opening.move_activations(self.engine, plan.gpu)
         if self.engine.gathering.keep:
@@ -315,6 +316,11 @@ class Run:
         call it."""
         return self.whole.gathered(headroom_bytes)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights that stay on the GPU between their uses."""
+        return self.engine.residency.bytes if self.engine.residency is not None else 0
+
     def release(self) -> None:
         """Frees memory between passes: units that are here, buffers that gradients leave from, and what PyTorch holds of the GPU's. The next pass
         makes them again."""
@@ -403,6 +409,8 @@ class Run:
                 meetings.close()
         finally:
             self.engine.gathering.ended = True
+            if self.engine.residency is not None:
+                self.engine.residency.close()
             if self.engine.activations is not None:
                 self.engine.activations.close()
             with contextlib.suppress(*[Error] * meetings.broken):

@@ -60,6 +60,7 @@ class Steps:
         commits.note_step()
         commits.reports.step(commits.steps_done, norm)
         self.engine.updated()
+        self.engine.step_ended()
         if interrupted is not None:
             raise interrupted
 

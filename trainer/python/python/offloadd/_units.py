@@ -54,12 +54,20 @@ class Unit:
     here: bool = True
     # How many wish that it stays until they say otherwise.
     pins: int = 0
+    # Whether its memory stays when it is released, until its values change.
+    resident: bool = False
+    # Whether it is released, and its memory is still there with the newest values.
+    kept: bool = False
     # Whether it is on its way.
     expected: bool = False
     # Whether its parameters are of the class that notices their use.
     guarded: bool = False
     # Whether what is here is the newest.
     fresh: bool = True
+    # Times that it came, since somebody began to count.
+    came: int = 0
+    # Whether a script has written to what is here.
+    written: bool = False
     # Autograd's sequence number when the unit's forward began.
     start: int = 0
     # Gradients of this backward that are not handed over yet.

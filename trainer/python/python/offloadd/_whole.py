@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Iterator, Optional, Sequence
 
-import torch
-
 from . import _offloadd
 from ._console import say
 from ._engine import Engine
 from ._errors import Error
 from ._generation import measured_bound
+from ._memory import GpuDevice
 from ._plan import Plan, bytes_text
 from ._units import Unit
 
@@ -43,7 +42,7 @@ class Whole:
     def has_room(self, units: Sequence[Unit], headroom_bytes: Optional[int] = None) -> bool:
         """Whether all of `units` fit into memory at a time, on each rank. The first time that they do not, says what this costs. All ranks must call
         it where units are to be brought."""
-        ranks, wanted = self._engine.gathering.ranks, sum(unit.bytes for unit in units if not unit.here)
+        ranks, wanted = self._engine.gathering.ranks, sum(unit.bytes for unit in units if not (unit.here or unit.kept))
         if not wanted:
             return True
         free = self._free_bytes()
@@ -67,7 +66,5 @@ class Whole:
         gathering = self._engine.gathering
         device = gathering.units[0].flat.device
         if device.type == "cuda":
-            stats = torch.cuda.memory_stats(device)
-            bytes_of = lambda what: stats.get(f"{what}_bytes.all.current", 0)
-            return torch.cuda.mem_get_info(device)[0] + max(0, bytes_of("reserved") - bytes_of("allocated") - bytes_of("inactive_split"))
+            return GpuDevice(device).memory().free_bytes
         return (_offloadd.host_available_bytes() or 0) // len(gathering.ranks.topology.local)

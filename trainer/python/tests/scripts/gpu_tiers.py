@@ -55,6 +55,8 @@ def train(dtype, gradients, device, **own):
         # The order of the last passes is a known one: it is announced at once, units come ahead.
         found += [value.clone() for value in model.state_dict().values()]
         ahead = run.engine.gathering.memory.ahead
+        stays = run.engine.residency is not None and own["gpu_resident_fraction"] != 0
+        assert run.resident_bytes > 0 if stays else run.resident_bytes == 0, "not the weights stay that are asked for"
         if "activations" in own:
             assert run.engine.activations.copies.left == run.engine.activations.copies.came == 30, "inputs of blocks did not leave"
     return found, ahead
@@ -64,7 +66,7 @@ def weights_ahead():
     """The highest bytes of units in a GPU's memory, and those that are planned."""
     model = randomize(Net(8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"compute_device": "cuda:0"}}
+    config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"compute_device": "cuda:0", "gpu_resident_fraction": 0}}
     found = []
     with offloadd.prepare(model, optimizer, config, run_dir=directory / "ahead") as run:
         gathering = run.engine.gathering
@@ -86,6 +88,8 @@ def weights_ahead():
 
 most, planned = weights_ahead()
 assert most == planned, f"{most} bytes of units are in memory, {planned} are planned"
+# On the GPU.
+STAY = itertools.cycle((0, 0.5, 1, "auto"))
 ROUNDED = {"master": "bf16", "moments": "bf16"}
 cases = (
     (torch.float32, "fp32", {}),
@@ -104,8 +108,13 @@ for dtype, gradients, stored in cases:
             continue
         # The state on a drive, and inputs of blocks in host memory.
         away = {"activations": "cpu"} if (device, step) in (("none", "deferred"), ("nvme", "deferred")) else {}
-        found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, compute_device="cuda:0", **away, **stored)
+        stay = next(STAY)
+        on_gpu = {"compute_device": "cuda:0", "gpu_resident_fraction": stay}
+        found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, **on_gpu, **away, **stored)
         assert ahead > 0, "the processor's path ran"
         # Norms are summed in another order.
         same = [torch.equal(a, b) or a.dim() == 0 and torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, found)]
-        print(json.dumps({"case": f"{dtype} {gradients} {device} {step} {updates} {stored}", "same": all(same) and len(expected) == len(found)}), flush=True)
+        print(
+            json.dumps({"case": f"{dtype} {gradients} {device} {step} {updates} {stay} {stored}", "same": all(same) and len(expected) == len(found)}),
+            flush=True,
+        )

@@ -19,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 import offloadd._optimizer_run  # noqa: E402
 import offloadd._run  # noqa: E402
 from offloadd import _offloadd  # noqa: E402
+from offloadd._memory import GpuBytes  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from stand_in import StandIn  # noqa: E402
@@ -53,6 +54,8 @@ class FakeGpu:
     """Does what `GpuDevice` does for a GPU."""
 
     device, index = torch.device("cpu"), 0
+    # Bytes of its memory, of units and buffers there, and the highest of these with what `compute` took.
+    size, used, used_max = 80 << 30, 0, 0
 
     def open(self, core):
         mover = _offloadd.GpuMover.open(core, 0)
@@ -71,7 +74,19 @@ class FakeGpu:
         storage.resize_(size)
         self._lend(storage)
 
+    def memory(self):
+        return GpuBytes(self.used, self.used_max, self.size - self.used)
+
+    def forget_peak(self):
+        FakeGpu.used_max = self.used
+
+    @classmethod
+    def compute(cls, size):
+        """Takes memory for a moment."""
+        cls.used_max = max(cls.used_max, cls.used + size)
+
     def free(self, storage):
+        FakeGpu.used -= storage.size()
         # The next owner's first access stands behind `room`.
         call("cuStreamSynchronize", self.room)
         call("fake_take_back", ctypes.c_ulonglong(storage.data_ptr()))
@@ -84,6 +99,8 @@ class FakeGpu:
         call("cuStreamSynchronize", self.room)
 
     def _lend(self, storage):
+        FakeGpu.used += storage.size()
+        self.compute(0)
         ctypes.memset(storage.data_ptr(), 0xFF, storage.size())
         call("fake_lend", ctypes.c_ulonglong(storage.data_ptr()), ctypes.c_size_t(storage.size()))
 

@@ -13,6 +13,7 @@ pub(super) struct Choices {
     pub(super) resident_fraction: f64,
     pub(super) gradients: Option<&'static str>,
     pub(super) activations: &'static str,
+    pub(super) gpu_resident_fraction: Option<f64>,
     pub(super) shard: &'static str,
     pub(super) moments: &'static str,
     pub(super) master: &'static str,
@@ -61,6 +62,11 @@ impl Choices {
             "offloadd.resident_fraction",
             own.resident_fraction.unwrap_or(0.0),
         ));
+        let gpu_resident_fraction = own.gpu_resident_fraction;
+        faults.collect(fraction(
+            "offloadd.gpu_resident_fraction",
+            gpu_resident_fraction.unwrap_or(0.0),
+        ));
         let staging_bytes =
             faults.collect(bytes("offloadd.staging_bytes", own.staging_bytes.as_ref()));
         let unit_bytes_max = faults.collect(bytes(
@@ -90,6 +96,7 @@ impl Choices {
             resident_fraction: resident_fraction?.get(),
             gradients: chosen(gradients?),
             activations: activations?,
+            gpu_resident_fraction,
             shard: shard?,
             moments: moments?.word(),
             master: master?.word(),

@@ -67,6 +67,8 @@ pub struct PackageSettings {
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
     pub activations: &'static str,
+    /// `None` chooses by what the GPU has free.
+    pub gpu_resident_fraction: Option<f64>,
     pub shard: &'static str,
     pub moments: &'static str,
     pub master: &'static str,
@@ -253,6 +255,7 @@ fn resolve(
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
         activations: choices.activations,
+        gpu_resident_fraction: choices.gpu_resident_fraction,
         shard: choices.shard,
         moments: choices.moments,
         master: choices.master,

@@ -1,0 +1,272 @@
+"""Which of a model's units stay on the GPU that computes: a released one keeps its memory there, with its values, until an update changes them.
+
+    levels   nothing, what is in no block, frozen units of some blocks ... of all blocks, trained units of some blocks ... of all blocks
+    once     the highest level that has room beside what the first step took
+    later    a lower one, when steps take more
+
+A frozen unit that stays comes once a run, a trained one once a step. Several ranks have the same level, since they bring units together.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
+
+import torch
+
+from ._console import say
+from ._gathering import Gathering
+from ._memory import GpuBytes, GpuDevice, gpu_weight_bytes
+from ._units import Unit
+
+# Memory that is left to steps which take more than those before, at least. Half of what steps compute with is left, too: lengths of sequences differ.
+_MARGIN_BYTES = 2 << 30
+
+# Least seconds between two lines about units that no longer stay.
+_LINE_S = 60.0
+
+_UNDECIDED = -1
+
+
+class Levels:
+    """Sets of a model's units, each with more of them. Experts that come apart from their block are in none: tokens choose which are used."""
+
+    def __init__(self, units: Sequence[Unit], modules: Mapping[int, Any]) -> None:
+        """`modules` has the module of each unit, with which it comes and goes."""
+        self.units, self._modules = units, modules
+        self._root = [unit for unit in units if unit.root]
+        self._frozen, self._trained = self._blocks(trained=False), self._blocks(trained=True)
+        self.highest = 1 + len(self._frozen) + len(self._trained)
+        self.all_bytes = _sum(units)
+
+    def _blocks(self, trained: bool) -> list[list[Unit]]:
+        found: dict[int, list[Unit]] = {}
+        for unit in self.units:
+            if unit.trained == trained and not (unit.root or unit.apart):
+                found.setdefault(id(self._modules[unit.index]), []).append(unit)
+        return list(found.values())
+
+    def at(self, level: int) -> list[Unit]:
+        """The units of a level. What is in no block is on the GPU through each pass anyway; blocks stay evenly spaced, so that the copies of one have
+        the time of the others."""
+        if level == 0:
+            return []
+        frozen = min(level - 1, len(self._frozen))
+        blocks = [*_spaced(self._frozen, frozen), *_spaced(self._trained, level - 1 - frozen)]
+        return [*self._root, *(unit for block in blocks for unit in block)]
+
+    def bytes(self, level: int) -> int:
+        """Bytes of the units that stay."""
+        return _sum(self.at(level))
+
+    def gpu_bytes(self, level: int) -> int:
+        """Bytes of the units that are on the GPU at a time, at most."""
+        return gpu_weight_bytes(self.units, self._modules, set(self.at(level)))
+
+    def nearest(self, fraction: float) -> int:
+        """The level with the bytes that are the nearest to a fraction of all."""
+        return min(range(self.highest + 1), key=lambda level: abs(self.bytes(level) - fraction * self.all_bytes))
+
+    def bus_bytes(self, level: int, times: Callable[[Unit], int]) -> int:
+        """Bytes that come to the GPU in a step in which each unit comes so many times at level 0."""
+        resident = set(self.at(level))
+        return sum(unit.bytes * (times(unit) if unit not in resident else min(times(unit), int(unit.trained))) for unit in self.units)
+
+
+def _spaced(blocks: Sequence[list[Unit]], count: int) -> list[list[Unit]]:
+    """So many of the blocks, evenly spaced."""
+    return [block for number, block in enumerate(blocks, 1) if number * count // len(blocks) > (number - 1) * count // len(blocks)]
+
+
+def _sum(units: Iterable[Unit]) -> int:
+    return sum(unit.bytes for unit in units)
+
+
+# Those of open runs of this process.
+_open: "weakref.WeakSet[Residency]" = weakref.WeakSet()
+
+
+class Residency:
+    """The units of one model that stay on a GPU: a fraction of their bytes, or where none is given as many as have room."""
+
+    def __init__(self, gathering: Gathering, gpu: GpuDevice, fraction: Optional[float], run_dir: Path) -> None:
+        self._gathering, self._gpu, self._run_dir = gathering, gpu, run_dir
+        self.levels = Levels(gathering.units, {unit.index: module for module, units in gathering.of_module.items() for unit in units})
+        self.level, self._decided = 0, fraction is not None
+        # Whether the level falls where memory becomes scarce.
+        self._falls = fraction is None
+        # Passes of this step, or since the level changed, and whether what the run takes with this level is known.
+        self._passes, self._shown = 0, False
+        # What tensors took when the first pass began.
+        self._before_bytes: Optional[int] = None
+        # The highest use that PyTorch has told, and the one that is expected with this level.
+        self._told_bytes = self._peak_bytes = 0
+        # What steps computed with at most, for inputs of at most so many numbers, and what is left to larger ones.
+        self._computed_bytes = self._elems = self._margin_bytes = 0
+        self._said_s = -_LINE_S
+        _open.add(self)
+        gathering.before_pins = self._note_peak if self._falls else gathering.before_pins
+        if fraction:
+            self._take(self.levels.nearest(fraction))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the units that stay."""
+        return self.levels.bytes(self.level)
+
+    def close(self) -> None:
+        """Gives memory back with the run's end."""
+        _open.discard(self)
+        self._gathering.release_kept()
+
+    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward with these arguments begins. That of a model that trains nothing shows what memory the one before took."""
+        gathering = self._gathering
+        if gathering.leads or any(unit.pins for unit in gathering.units):
+            # Other ranks make no pass, or other ones.
+            return
+        if self._falls:
+            self._forget_pins()
+            elems = _numbers_in(args, kwargs)
+            if self._decided and self.level:
+                self._note_peak()
+                self._make_room(self._computed_bytes * max(0, elems - self._elems) // max(1, self._elems))
+            elif not self._decided and self._passes and not gathering.trains:
+                self._choose()
+            self._elems = max(self._elems, elems)
+        if torch.is_grad_enabled() or not gathering.trains:
+            self._passes += 1
+            if self._passes == 1 or not gathering.trains:
+                for unit in gathering.units:
+                    unit.came = 0
+
+    def step_ended(self) -> None:
+        """A step was made."""
+        if not self._passes:
+            return
+        self._shown = True
+        if not self._decided:
+            self._forget_pins()
+            self._choose()
+        self._passes = 0
+
+    def _has_shown(self) -> bool:
+        """Whether it is known what memory the run takes with the units of this level."""
+        return self._shown or not self._gathering.trains and self._passes > 0 and not self._gathering.forwards
+
+    def _others(self) -> "list[Residency]":
+        """Other runs on this GPU."""
+        return [one for one in _open if one is not self and one._gpu.index == self._gpu.index]
+
+    # What memory is used
+
+    def _note_peak(self) -> None:
+        """Notes the highest use of memory, if it has become higher."""
+        used_bytes = self._gpu.memory().used_max_bytes
+        if used_bytes > self._told_bytes and self._before_bytes is not None:
+            self._told_bytes = self._peak_bytes = used_bytes
+            self._computed_bytes = max(self._computed_bytes, used_bytes - self._before_bytes - self.levels.gpu_bytes(self.level))
+
+    def _forget_pins(self) -> None:
+        """Leaves out of account what memory was used while units were pinned: all weights of the model, and what they generated. There was room for
+        it."""
+        gathering = self._gathering
+        if self._before_bytes is not None and not gathering.were_pinned:
+            return
+        gathering.were_pinned = False
+        if self._decided:
+            self._told_bytes = max(self._told_bytes, self._gpu.memory().used_max_bytes)
+            return
+        if not self._others():
+            self._gpu.forget_peak()
+        self._before_bytes = self._gpu.memory().used_bytes
+
+    def _room(self, found: GpuBytes) -> int:
+        """Bytes that are left at the highest moment that is expected."""
+        return found.used_bytes + found.free_bytes - self._peak_bytes
+
+    def _cost(self, level: int) -> int:
+        """Bytes that a level adds to the highest use of memory. What is in no block, and blocks that no longer come, are part of it anyway if that is in a
+        step of this run. It may be in one of another model, where this one trains nothing."""
+        if self._others() or not self._gathering.trains:
+            return self.levels.bytes(level)
+        return self.levels.gpu_bytes(level) - self.levels.gpu_bytes(0)
+
+    def _within(self, most: int, cost: int) -> int:
+        """The highest level up to `most` that costs so much at most."""
+        least = 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self._cost(middle) <= cost else (least, middle - 1)
+        return least
+
+    # The level
+
+    def _choose(self) -> None:
+        """Chooses the level, unless it is not known yet what other runs take."""
+        self._note_peak()
+        self._margin_bytes = max(_MARGIN_BYTES, self._computed_bytes // 2)
+        room, level = self._room(self._gpu.memory()), _UNDECIDED
+        if all(one._has_shown() for one in self._others()):
+            level = self._within(self.levels.highest, room - self._margin_bytes)
+        level = self._agreed(level)
+        if level == _UNDECIDED:
+            return
+        self._decided = True
+        self._peak_bytes += self._cost(level)
+        self._take(level)
+        self._say_what_stays(room)
+
+    def _make_room(self, more: int) -> None:
+        """Lowers the level where steps, which are about to compute with so many bytes `more`, would leave less than half of the margin."""
+        level, room = self.level, self._room(self._gpu.memory()) - more
+        if room < self._margin_bytes // 2:
+            level = self._within(level, self._cost(level) + room - self._margin_bytes)
+        level = self._agreed(level)
+        if level < self.level:
+            self._peak_bytes -= self._cost(self.level) - self._cost(level)
+            self._take(level)
+            self._say_less()
+
+    def _agreed(self, level: int) -> int:
+        """The lowest of all ranks' levels."""
+        told = self._gathering.ranks.meet("agree on the weights that stay on the GPU", level.to_bytes(4, "little", signed=True))
+        return min(int.from_bytes(one, "little", signed=True) for one in told)
+
+    def _take(self, level: int) -> None:
+        self.level, self._passes, self._shown = level, 0, False
+        resident = set(self.levels.at(level))
+        for unit in self._gathering.units:
+            unit.resident = unit in resident
+            if unit.kept:
+                self._gathering.release(unit)
+
+    # Lines
+
+    def _say_what_stays(self, room: int) -> None:
+        left = f"{_text(room)} of GPU memory were left at the highest moment, {_text(self._margin_bytes)} of them for steps that take more"
+        if not self.level:
+            return say(f"{self._run_dir}: no weights stay on the GPU: {left}")
+        before, now = (self.levels.bus_bytes(level, lambda unit: unit.came) for level in (0, self.level))
+        say(
+            f"{self._run_dir}: {_text(self.bytes)} of {_text(self.levels.all_bytes)} of weights stay on the GPU (offloadd.gpu_resident_fraction), and "
+            f"{_text(now)} in place of {_text(before)} come in a {'step' if self._gathering.trains else 'pass'}: {left}"
+        )
+
+    def _say_less(self) -> None:
+        if time.monotonic() - self._said_s >= _LINE_S:
+            self._said_s = time.monotonic()
+            say(f"{self._run_dir}: steps take more GPU memory: {_text(self.bytes)} of weights stay there (offloadd.gpu_resident_fraction)")
+
+
+def _text(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _numbers_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The numbers in a forward's inputs. Caches of keys and values, which are no tensors, do not count: they are memory that is used already."""
+    given = [*args, *kwargs.values()]
+    given += [one for inputs in given if isinstance(inputs, Mapping) for one in inputs.values()]
+    return sum(one.numel() for one in given if isinstance(one, torch.Tensor))
