@@ -171,7 +171,7 @@ def rank_of(args):
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     checks = gpu_check.Checks(args.out, args.bin, "cuda")
     found = [
-        checks.batches(rank, 2, f"{args.rank_of}-{index}", tier, step, 0.0, dtype, halves=True, shard=shard)
+        checks.batches(rank, 2, f"{args.rank_of}-{index}", tier, step, 0.0, "auto", dtype, halves=True, shard=shard)
         for index, (tier, step, dtype, shard) in enumerate(PACKAGE_CASES)
     ]
     (args.out / f"{args.rank_of}-{rank}.json").write_text(json.dumps(found))

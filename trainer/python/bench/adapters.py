@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Seconds a step of adapters on a frozen base: plain PEFT with the base on the GPU, then prepared, with the base in host memory.
 
-    adapters.py [lora] [qlora] [--layers N] [--tokens N...] [--gathered]
+    adapters.py [lora] [qlora] [--layers N] [--tokens N...] [--resident 0 auto] [--gathered]
     adapters.py --device cpu --tiny          tries the script itself
 
 The base is a Llama of 8 G parameters with random weights, in bf16 (lora) or in bitsandbytes' NF4 (qlora), made a layer at a time. Rank 16 on
 all linear layers of the blocks; adapters of one type and blocks checkpointed alike in both rows of a pair. Lines of JSON:
 
+resident       offloadd.gpu_resident_fraction of a prepared row, and resident_bytes: weights that stay on the GPU
 tflops         4 x parameters x tokens, forward and the gradients of inputs; what checkpointing computes again is not counted
 bus_bytes      weights that came to the GPU in a step
 bus_s          their least seconds, at the rate of a copy from pinned memory
@@ -49,6 +50,9 @@ def main():
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
     parser.add_argument("--adapters", default="bfloat16", choices=["bfloat16", "float32"], help="type of the adapters")
+    parser.add_argument(
+        "--resident", nargs="*", default=["auto"], metavar="F", help="fractions of the weights that stay on the GPU, or auto: prepared rows of each"
+    )
     parser.add_argument("--gathered", action="store_true", help="write and learn, too")
     parser.add_argument("--batch", type=int, default=64, help="texts that --gathered writes")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
@@ -93,16 +97,22 @@ class Pair:
         """Measures and prints all rows. Returns whether the losses are equal."""
         for tokens in self.args.tokens:
             self.row("plain", self.fresh(), tokens)
+        for resident in self.args.resident:
+            self.prepared(resident)
+        return all(math.isclose(losses[0], loss, rel_tol=TOLERANCE) for losses in self.losses.values() for loss in losses)
+
+    def prepared(self, resident):
+        """Measures and prints the rows of a prepared model, of which so much stays on the GPU."""
         optimizer = self.fresh()
         with tempfile.TemporaryDirectory() as directory:
             began = time.perf_counter()
-            with offloadd.prepare(self.model, optimizer, config(self.args), run_dir=pathlib.Path(directory) / "run") as run:
-                show(base=self.base, place="host", start_s=time.perf_counter() - began, plan=str(run.plan).splitlines())
-                for tokens in self.args.tokens:
-                    self.row("host", optimizer, tokens, run)
-                for whole in (True, False) if self.args.gathered else ():
-                    self.write_and_learn(run, optimizer, whole)
-        return all(math.isclose(*pair, rel_tol=TOLERANCE) for pair in self.losses.values() if len(pair) == 2)
+            run = offloadd.prepare(self.model, optimizer, config(self.args, resident), run_dir=pathlib.Path(directory) / "run")
+            show(base=self.base, place="host", resident=resident, start_s=time.perf_counter() - began, plan=str(run.plan).splitlines())
+            for tokens in self.args.tokens:
+                self.row("host", optimizer, tokens, run)
+            for whole in (True, False) if self.args.gathered else ():
+                self.write_and_learn(run, optimizer, whole)
+            run.close(keep=True)
 
     def row(self, place, optimizer, tokens, run=None):
         """Measures and prints one row."""
@@ -134,7 +144,7 @@ class Pair:
         if run is None:
             self.step_s[tokens] = step_s
         else:
-            row["bus_bytes"] = moved.of_step
+            row |= {"resident": resident_of(run), "resident_bytes": run.resident_bytes, "bus_bytes": moved.of_step}
             if self.to_gpu and tokens in self.step_s:
                 row["bus_s"] = moved.of_step / self.to_gpu
                 row["bound_s"] = max(row["bus_s"], self.step_s[tokens])
@@ -171,7 +181,14 @@ class Pair:
             parts.append([after - before for before, after in zip(times, times[1:])])
         write_s, learn_s = map(min, zip(*parts))
         tokens = args.batch * args.new_tokens
-        about = {"base": self.base, "writes": "gathered" if whole else "streamed", "all_weights_fit": bool(fitted), "write_s": write_s, "learn_s": learn_s}
+        about = {
+            "base": self.base,
+            "resident": resident_of(run),
+            "writes": "gathered" if whole else "streamed",
+            "all_weights_fit": bool(fitted),
+            "write_s": write_s,
+            "learn_s": learn_s,
+        }
         show(**about, written_tokens_per_s=tokens / write_s, gpu_gib=peak_gib(args.device))
 
 
@@ -200,10 +217,16 @@ class Moved:
         self.of_step, self._bytes = self._bytes, 0
 
 
-def config(args):
+def config(args, resident):
     device = {"device": "cpu"}
     own = {"compute_device": args.device if ":" in args.device or args.device == "cpu" else f"{args.device}:0"}
+    own["gpu_resident_fraction"] = resident if resident == "auto" else float(resident)
     return {"gradient_accumulation_steps": 1, "zero_optimization": {"offload_param": device}, "offloadd": own}
+
+
+def resident_of(run):
+    fraction = run.settings.gpu_resident_fraction
+    return "auto" if fraction is None else fraction
 
 
 def model_of(base, args):

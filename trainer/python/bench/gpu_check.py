@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler habits accelerate resume ranks hf_trainer speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers resident scaler habits accelerate resume ranks hf_trainer speed
 
 Without names all parts but speed, and ranks only where there are two GPUs:
 
 bits        losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
 pressure    a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
 tiers       none, cpu, nvme, immediate and deferred: equal losses and weights
+resident    weights that stay on the GPU, all of them and where only some have room: the same bits, and fewer units come
 scaler      autocast with fp16 and GradScaler, the same with and without offload
 habits      weights and gradients that a script reads and changes, the optimizer's state saved and loaded, random numbers of a loop that skips
             by itself, a model that is given back
@@ -50,6 +51,7 @@ from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
 import watch  # noqa: E402
+from offloadd import _residency  # noqa: E402
 
 SPEED_ROWS = (
     "host-checkpointed", "client-host", "client-host-compiled", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-zero2",
@@ -175,13 +177,18 @@ class Checks:
                     x = self.blocks[number](x)
                 return self.head(x).sum()
 
+        for fraction in (0, 0.5, 1, "auto"):
+            self.press(Net, fraction)
+
+    def press(self, make, fraction):
+        """Trains a model of which so much stays on the GPU."""
         torch.manual_seed(3)
-        kept = Net(self.device)
+        kept = make(self.device)
         moved = copy.deepcopy(kept)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (kept, moved)]
         rng = random.Random(4)
         # The same update on both sides: AdamW's sums differ in their last bits from PyTorch's, and these losses double that each step.
-        with self.prepare(kept, optimizers[0], "none"), self.prepare(moved, optimizers[1], "cpu") as run:
+        with self.prepare(kept, optimizers[0], "none"), self.prepare(moved, optimizers[1], "cpu", gpu_resident_fraction=fraction) as run:
             for step in range(40):
                 order = list(range(8)) if step % 4 else [rng.randrange(8) for _ in range(rng.randrange(1, 10))]
                 losses = []
@@ -194,9 +201,9 @@ class Checks:
                     losses.append(loss.detach())
                     optimizer.step()
                     optimizer.zero_grad()
-                check(torch.equal(*losses), f"step {step}: {losses[1].item()}, and {losses[0].item()} with device none")
+                check(torch.equal(*losses), f"{fraction} stays, step {step}: {losses[1].item()}, and {losses[0].item()} with device none")
             peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
-            print(f"  40 steps, peak {peak >> 20} MiB, deviations {run.engine.gathering.order.deviations}", flush=True)
+            print(f"  {fraction} stays: 40 steps, peak {peak >> 20} MiB, deviations {run.engine.gathering.order.deviations}", flush=True)
 
     def trained(self, tier, dtype, steps=8, **own):
         model = self.llama(dtype, "not reentrant", dropout=0.1)
@@ -218,13 +225,16 @@ class Checks:
     def ranks(self):
         if self.device == "cuda":
             check(torch.cuda.device_count() > 1, f"{torch.cuda.device_count()} GPU; two ranks need two")
-        tiers = (("none", "immediate", 0.0), ("cpu", "immediate", 0.0), ("cpu", "deferred", 0.5), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0))
+        tiers = (
+            ("none", "immediate", 0.0, 0), ("cpu", "immediate", 0.0, 0), ("cpu", "deferred", 0.5, "auto"), ("nvme", "immediate", 0.5, 0.5),
+            ("nvme", "deferred", 0.0, 1),
+        )  # fmt: skip
         for dtype in ("float32", "bfloat16"):
             ((one,),) = self.found_by(1, "work_batches", [(*tiers[0], dtype, False)])
             cases = [(*tier, dtype, halves) for tier in tiers for halves in (False, True)]
             lefts, rights = self.found_by(2, "work_batches", cases)
             for case, left, right in zip(cases, lefts, rights):
-                where, halves = ", ".join(map(str, case[:4])), case[4]
+                where, halves = ", ".join(map(str, case[:5])), case[5]
                 check(left["norms"] == right["norms"] and left["digest"] == right["digest"], f"{where}: the ranks differ")
                 if not halves:
                     check(left["losses"] == one["losses"] and left["digest"] == one["digest"], f"{where}: other bits than one rank: {left} and {one}")
@@ -453,11 +463,11 @@ class Checks:
 
     def work_batches(self, rank, count, cases):
         """Losses, norms and weights of each case."""
-        return [self.batches(rank, count, f"batches-{case[3]}-{count}-{index}", *case) for index, case in enumerate(cases)]
+        return [self.batches(rank, count, f"batches-{case[4]}-{count}-{index}", *case) for index, case in enumerate(cases)]
 
-    def batches(self, rank, count, name, tier, step, fraction, dtype, halves, **own):
+    def batches(self, rank, count, name, tier, step, fraction, stay, dtype, halves, **own):
         """Six steps of one or two micro-batches each, of which a rank has its part (`halves`) or the whole. `own` are further settings."""
-        config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction, **own)
+        config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction, gpu_resident_fraction=stay, **own)
         model = self.llama(getattr(torch, dtype), "not reentrant")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
         losses, norms = [], []
@@ -522,12 +532,72 @@ class Checks:
     def tiers(self):
         for dtype, gradients in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16"), (torch.float16, None)):
             expected = self.trained("none", dtype, optimizer_step="immediate", gradients=gradients)
-            for tier, step, fraction in (("cpu", "immediate", 0.0), ("cpu", "deferred", 0.0), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0)):
-                found = self.trained(tier, dtype, optimizer_step=step, resident_fraction=fraction, gradients=gradients)
-                where = f"{dtype}, gradients {gradients or 'fp32'}, {tier}, {step}, resident {fraction}"
+            for tier, step, fraction, stay in (
+                ("cpu", "immediate", 0.0, 0), ("cpu", "deferred", 0.0, 0.5), ("nvme", "immediate", 0.5, 1), ("nvme", "deferred", 0.0, "auto"),
+            ):  # fmt: skip
+                found = self.trained(tier, dtype, optimizer_step=step, resident_fraction=fraction, gpu_resident_fraction=stay, gradients=gradients)
+                where = f"{dtype}, gradients {gradients or 'fp32'}, {tier}, {step}, resident {fraction}, on the GPU {stay}"
                 first = next((i for i, (a, b) in enumerate(zip(expected[0], found[0])) if a != b), None)
                 check(found == expected, f"{where}: number {first} of losses and norms, or the weights, differ: {expected[0][:8]} and {found[0][:8]}")
                 print(f"  {where}: same bits", flush=True)
+
+    def resident(self):
+        """A GPU on which only some blocks have room: they stay, and go when batches become larger."""
+        on_gpu = self.device == "cuda"
+        # Of a small model.
+        margin, _residency._MARGIN_BYTES = _residency._MARGIN_BYTES, 96 << 20
+        try:
+            for frozen in (False, True):
+                kind, plain = "frozen" if frozen else "trained", self.stays(frozen, "none", 0)
+                for fraction in (0, 1, "auto"):
+                    found = self.stays(frozen, "cpu", fraction)
+                    self.compare_stays(f"{kind}, {fraction}", plain, found)
+                    fewer = found["came"][2] < 12 if fraction and frozen else found["came"][2] < 2 * found["came"][0] // 3 if fraction else True
+                    check(fewer or not on_gpu, f"{kind}, {fraction} stays: units that came in steps: {found['came']}")
+                if on_gpu:
+                    # Room for two blocks and a part of the next.
+                    scarce = self.stays(frozen, "cpu", "auto", found["peak_bytes"] + (96 << 20) + (5 * found["block_bytes"] >> 1))
+                    self.compare_stays(f"{kind}, auto in little room", plain, scarce)
+                    levels = scarce["levels"]
+                    check(0 < levels[2] < found["levels"][2] and levels[-1] < levels[2], f"{kind}: levels after steps: {levels}")
+        finally:
+            _residency._MARGIN_BYTES = margin
+
+    @staticmethod
+    def compare_stays(where, plain, found):
+        check(found["losses"] == plain["losses"], f"{where}: {found['losses']} and {plain['losses']} with device none")
+        print(f"  {where}: same bits; levels {found['levels']}, units that came {found['came']}", flush=True)
+
+    def stays(self, frozen, tier, fraction, left_bytes=None):
+        """What seven steps of two batches find, the last two of them larger: losses, the level after each step, and the units that came in it. The GPU
+        has `left_bytes` for it, or all."""
+        model = self.llama(torch.bfloat16, "not reentrant")
+        for name, param in model.named_parameters():
+            param.requires_grad_(not frozen or "norm" in name)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3, eps=1e-3)
+        losses, levels, came, peak_bytes, ballast = [], [], [], 0, None
+        with self.prepare(model, optimizer, tier, gpu_resident_fraction=fraction) as run:
+            gathering, residency = run.engine.gathering, run.engine.residency
+            expect = gathering.memory.expect
+            gathering.memory.expect = lambda unit: (came.__setitem__(-1, came[-1] + 1), expect(unit))
+            before = run.plan.gpu.memory() if run.plan.gpu else None
+            if left_bytes:
+                ballast = torch.empty(before.free_bytes - left_bytes, dtype=torch.uint8, device=self.device)
+            for step in range(7):
+                came.append(0)
+                for part in range(2):
+                    batch = self.tokens(10 * step + part, rows=20 if step > 4 else 4)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    losses.append(loss.item())
+                if step == 0 and before:
+                    peak_bytes = run.plan.gpu.memory().used_max_bytes - before.used_bytes
+                optimizer.step()
+                optimizer.zero_grad()
+                levels.append(residency.level if residency else 0)
+            block_bytes = max(unit.bytes for unit in gathering.units if not unit.root)
+        del ballast
+        return {"losses": losses, "levels": levels, "came": came, "peak_bytes": peak_bytes, "block_bytes": block_bytes}
 
     def scaler(self):
         def run(tier):
@@ -650,7 +720,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
+    parts = ("bits", "pressure", "tiers", "resident", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
