@@ -35,6 +35,18 @@ impl StepBytes {
         }
     }
 
+    /// The bytes of a step that has read so many. Further passes of a step gather again, which counts as read in backward. Units that the caller
+    /// keeps, if `some_stay`, are not gathered; without them, what is missing was read ahead in the step before.
+    pub fn that_read(&self, read_bytes: f64, some_stay: bool) -> Self {
+        let more = read_bytes - self.read_bytes();
+        let backward = self.backward_read_bytes + if some_stay { more } else { more.max(0.0) };
+        Self {
+            forward_read_bytes: (self.forward_read_bytes + backward.min(0.0)).max(0.0),
+            backward_read_bytes: backward.max(0.0),
+            ..*self
+        }
+    }
+
     /// All bytes read.
     pub fn read_bytes(&self) -> f64 {
         self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
@@ -474,5 +486,25 @@ mod tests {
         // A step that computes longer than its drives move needs no staging.
         let (bytes, rates) = large(1.0, 1.0);
         assert_eq!(staging_needed_bytes(&bytes, &rates), 0.0);
+    }
+
+    #[test]
+    fn what_is_not_read_because_it_stays_bounds_no_step() {
+        let planned = StepBytes {
+            forward_read_bytes: 100.0,
+            backward_read_bytes: 40.0,
+            update_read_bytes: 10.0,
+            written_bytes: 90.0,
+            grad_written_bytes: 0.0,
+        };
+        let read = |bytes, some_stay| {
+            let of_step = planned.that_read(bytes, some_stay);
+            [of_step.forward_read_bytes, of_step.backward_read_bytes]
+        };
+        assert_eq!(read(190.0, false), [100.0, 80.0]);
+        assert_eq!(read(120.0, false), [100.0, 40.0]);
+        assert_eq!(read(120.0, true), [100.0, 10.0]);
+        assert_eq!(read(70.0, true), [60.0, 0.0]);
+        assert_eq!(read(0.0, true), [0.0, 0.0]);
     }
 }

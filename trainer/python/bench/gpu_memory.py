@@ -38,6 +38,9 @@ def main():
     parser.add_argument("families", nargs="*", metavar="FAMILY", default=list(FAMILIES))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument(
+        "--resident", type=float, default=0.0, metavar="F", help="fraction of the weights that stays on the GPU (offloadd.gpu_resident_fraction)"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of some hundred parameters")
     args = parser.parse_args()
@@ -68,7 +71,7 @@ def planned_gib(family, kind, args):
     units, modules = units_of(model, None, trains=trains)
     of_step = computed(model, units, (args.batch, args.seq_len), trains)
     traced = of_step.checkpointed if kind == "all, checkpointed" else of_step.kept
-    return gpu_plan(of_step, units, modules, trains, stay=False).total_bytes(traced) / 2**30
+    return gpu_plan(of_step, units, modules, trains, args.resident, None).total_bytes(traced) / 2**30
 
 
 def measured_gib(family, kind, args):
@@ -77,7 +80,10 @@ def measured_gib(family, kind, args):
     if kind == "all, checkpointed":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4) if trains else None
-    with tempfile.TemporaryDirectory() as directory, offloadd.prepare(model.train(trains), optimizer, config_of(args), run_dir=directory + "/run"):
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        offloadd.prepare(model.train(trains), optimizer, config_of(args, args.resident), run_dir=directory + "/run"),
+    ):
         forget_peak(args.device)
         with contextlib.nullcontext() if trains else torch.inference_mode():
             for _ in range(STEPS):

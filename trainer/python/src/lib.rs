@@ -498,7 +498,7 @@ impl Core {
     }
 
     /// Reports the step that ended last: to metrics.jsonl, to the monitors, and to the caller. `loss` is NaN where it is unknown.
-    #[pyo3(signature = (step, samples, loss, grad_norm, lr, loss_scale, skipped))]
+    #[pyo3(signature = (step, samples, loss, grad_norm, lr, loss_scale, skipped, gpu_resident_bytes))]
     #[allow(clippy::too_many_arguments, reason = "one value a column")]
     fn report(
         &self,
@@ -510,6 +510,7 @@ impl Core {
         lr: f64,
         loss_scale: Option<f64>,
         skipped: bool,
+        gpu_resident_bytes: u64,
     ) -> PyResult<StepFacts> {
         self.with_any(py, |run| {
             run.reporter.report(
@@ -523,6 +524,7 @@ impl Core {
                     lr,
                     loss_scale,
                     skipped,
+                    gpu_resident_bytes,
                 },
             )
         })
@@ -608,6 +610,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::parse_memory, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::describe_file, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::held_checkpoint, module)?)?;

@@ -29,6 +29,12 @@ pub(crate) fn host_available_bytes() -> Option<u64> {
     available_bytes()
 }
 
+/// The bytes of a size of memory such as `24GiB`.
+#[pyfunction]
+pub(crate) fn parse_memory(text: &str) -> PyResult<u64> {
+    training_state::plan::parse_memory(text).map_err(Error::new_err)
+}
+
 /// The figures of a plan; `offloadd/_plan.py` writes them for people.
 #[derive(Serialize)]
 pub(crate) struct Outlook {

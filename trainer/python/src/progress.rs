@@ -89,6 +89,8 @@ pub(crate) struct Step {
     pub(crate) lr: f64,
     pub(crate) loss_scale: Option<f64>,
     pub(crate) skipped: bool,
+    /// Weights that stay on the GPU between their uses.
+    pub(crate) gpu_resident_bytes: u64,
 }
 
 /// The reports of one start of a run.
@@ -159,13 +161,8 @@ impl Reporter {
         let (step_s, phases) = clock.end_step();
         let (forward_s, backward_s) = (phases[FORWARD], phases[BACKWARD]);
         let seconds = |ns: u64| ns as f64 / 1e9;
-        // Further passes of the step gather again.
-        let planned = self.bytes.read_bytes();
-        let again = (io.read_bytes as f64 - planned).max(0.0);
-        let bytes = StepBytes {
-            backward_read_bytes: self.bytes.backward_read_bytes + again,
-            ..self.bytes
-        };
+        let some_stay = step.gpu_resident_bytes > 0;
+        let bytes = self.bytes.that_read(io.read_bytes as f64, some_stay);
         let rates = StepRates {
             read_bytes_per_s: self.rates.0,
             write_bytes_per_s: self.rates.1,
@@ -218,6 +215,7 @@ impl Reporter {
             reduced_bytes: 0,
             grads_held_bytes: 0,
             host_bytes: self.host_bytes,
+            gpu_resident_bytes: step.gpu_resident_bytes,
             bound_s: bound.s,
             eval_loss: None,
             eval_perplexity: None,

@@ -252,6 +252,11 @@ PLANNED = {
     ),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
+    "--seq-len 16 --lora 4 --gpu-memory 3GiB": (
+        " of weights stay on the GPU; all weights stay on a GPU with 2.0 GiB of memory",
+        "bus       weights of 70.0 KiB to the GPU, gradients of 70.0 KiB from",
+    ),
+    "--seq-len 16 --lora 4 --gpu-memory 1GiB": ("resident  0 B of ", "none with less than 2.0 GiB"),
     "--seq-len 16 --train none": ("1 x 16 tokens: weights ", "KV cache 8.0 KiB", " s a pass, limited by bus at 50 GB/s (assumed)", "bus       weights of "),
     "--quantize nf4": ("uint8", "devices   nothing"),
     "--lora 4 --nvme {dir}": ("devices   ", "a step    reads "),
@@ -271,6 +276,19 @@ def test_a_frozen_base_bounds_a_step_by_the_bus(llama, monkeypatch, capsys):
     monkeypatch.setattr(offloadd._plan.os, "cpu_count", lambda: 10**6)
     assert main(["plan", str(llama), "--lora", "1", "--seq-len", "16"]) == 0
     assert "s a step, limited by bus" in capsys.readouterr().out
+
+
+def test_weights_that_stay_add_to_the_gpu_and_take_from_the_bus(llama, tmp_path, capsys):
+    path, found = tmp_path / "ds.json", []
+    for fraction in (0, 0.5, 1):
+        own = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"gpu_resident_fraction": fraction}}
+        path.write_text(json.dumps({"bf16": {"enabled": True}, **own}))
+        assert main(["plan", str(path), "--model", str(llama), "--lora", "4", "--seq-len", "16"]) == 0
+        text = capsys.readouterr().out
+        assert (" of weights stay on the GPU" in text) == (fraction > 0)
+        found.append([float(re.search(what + r"weights (?:of )?([\d.]+) KiB", text)[1]) for what in ("bus +", "gpu .*: ")])
+    (none, few), (half, more), (all_, most) = found
+    assert none > half > all_ == 70.0 and few < more < most
 
 
 def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp_path, capsys):

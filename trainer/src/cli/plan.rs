@@ -13,8 +13,9 @@ use training_run::data::{self, length};
 use training_run::open::check_drives;
 use training_run::plan::{
     Beginning, Drives, Hardware, Overrides, PlacesTable, Plan, PlanError, Question, REPORT_VERSION,
-    Refusal, RunLength, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
+    Refusal, RunLength, parse_count, parse_drives, parse_rate, places, read_model,
 };
+use training_state::plan::parse_memory;
 use training_state::run::{RunId, resolved};
 
 /// Examples shown below the options.

@@ -85,6 +85,9 @@ pub struct StepMetrics {
     pub grads_held_bytes: u64,
     /// Host memory of the run, over all ranks.
     pub host_bytes: u64,
+    /// Bytes of weights that stay in this rank's GPU between their uses, with the Python package.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub gpu_resident_bytes: u64,
     /// Lower bound of the step's seconds, from its computing and its bytes at the devices' rates.
     pub bound_s: f64,
     /// Mean validation loss after this step, when it was evaluated.
@@ -302,6 +305,7 @@ mod tests {
             reduced_bytes: 0,
             grads_held_bytes: 0,
             host_bytes: 3,
+            gpu_resident_bytes: 0,
             bound_s: 0.25,
             eval_loss: None,
             eval_perplexity: None,

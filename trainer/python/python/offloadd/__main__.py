@@ -11,11 +11,12 @@ from typing import Optional, Sequence
 import torch
 from torch import nn
 
-from . import _chat, _generate
+from . import _chat, _generate, _offloadd
 from ._config import settings_of
 from ._errors import Error
 from ._experts import Experts
-from ._gpu_plan import computed, gpu_plan, weights_on_bus
+from ._gpu_plan import computed, gpu_plan, gpu_plan_in_place
+from ._memory import GpuDevice
 from ._plan import Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
@@ -42,6 +43,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
     plan.add_argument("--batch", type=positive, default=1, help="sequences that are computed together (%(default)s)")
+    plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of the GPU, such as 24GiB, for the weights that stay there (what this machine's has free)")
     plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
@@ -106,15 +108,27 @@ def _plan(given: argparse.Namespace) -> Plan:
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.
     in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart)[0] if settings.parameters_stay else units
-    on_bus = 0 if of_step is None or settings.parameters_stay else sum(weights_on_bus(units, trains))
+    on_gpu = None
+    if of_step is not None and settings.parameters_stay:
+        on_gpu = gpu_plan_in_place(of_step, units, trains)
+    elif of_step is not None:
+        on_gpu = gpu_plan(of_step, units, modules, trains, settings.gpu_resident_fraction, _gpu_bytes(given))
+    on_bus = 0 if on_gpu is None or on_gpu.bus_bytes is None else sum(on_gpu.bus_bytes[:2])
     directory, moved = (given.run_dir or settings.run_dir or settings.default_dir).absolute(), of_step.moved_host_bytes if of_step is not None else 0
     plan = Plan(settings, directory, in_tiles, bus_bytes=on_bus, on_gpu=of_step is not None, activation_bytes=moved)
-    if of_step is not None:
-        plan.more = gpu_plan(of_step, units, modules, trains, settings.parameters_stay).lines()
+    if on_gpu is not None:
+        plan.more = on_gpu.lines()
     if plan.problems:
         print(plan)
     plan.check()
     return plan
+
+
+def _gpu_bytes(given: argparse.Namespace) -> Optional[int]:
+    """Memory of the GPU that is planned for: this machine's, unless it is given; None where there is none."""
+    if given.gpu_memory is not None:
+        return _offloadd.parse_memory(given.gpu_memory)
+    return GpuDevice(torch.device("cuda")).memory().free_bytes if torch.cuda.is_available() else None
 
 
 def _sketch(model: nn.Module, given: argparse.Namespace, wanted: Optional[Sequence]) -> bool:

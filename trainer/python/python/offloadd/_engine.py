@@ -297,6 +297,11 @@ class Engine:
         else:
             gathering.release_all()
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights that stay on the GPU between their uses."""
+        return self.residency.bytes if self.residency is not None else 0
+
     def step_ended(self) -> None:
         """A step was made: what it took of a GPU's memory is known."""
         if self.residency is not None:

@@ -8,8 +8,9 @@ from typing import Mapping, Optional, Sequence
 from torch import nn
 
 from ._errors import Error
-from ._memory import gpu_gradient_bytes, gpu_weight_bytes
+from ._memory import gpu_gradient_bytes
 from ._plan import bytes_text
+from ._residency import Levels, margin_bytes
 from ._traced import TracedMemory, trace
 from ._units import Unit
 
@@ -42,8 +43,10 @@ class GpuPlan:
     # All weights where they stay with the model.
     weight_bytes: int
     gradient_bytes: int
-    # Bytes of weights that come in a forward and in a backward, and of gradients that leave. None where weights stay.
+    # Bytes of weights that come in a forward and in a backward, and of gradients that leave. None where weights stay with the model.
     bus_bytes: Optional[tuple[int, int, int]]
+    # A line about weights that stay between their uses.
+    resident: Optional[str] = None
 
     def total_bytes(self, traced: "TracedMemory | str | None") -> Optional[int]:
         """The highest sum of a step that computes so much; None where that is unknown."""
@@ -78,6 +81,8 @@ class GpuPlan:
             of = f" (forward {bytes_text(forward)}, backward {bytes_text(backward)})" if backward else ""
             moved = f", inputs of blocks of {bytes_text(self.moved_bytes)} each way" if self.moved_bytes else ""
             lines.append(f"bus       weights of {bytes_text(forward + backward)} to the GPU{of}{back}{moved}")
+        if self.resident is not None:
+            lines.append(f"resident  {self.resident}")
         return lines
 
     @staticmethod
@@ -95,20 +100,34 @@ def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tr
     return StepMemory(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
 
 
-def weights_on_bus(units: Sequence[Unit], trains: bool) -> tuple[int, int]:
-    """Bytes of weights that come to a GPU in a forward and in a backward."""
-    return sum(unit.bytes for unit in units), sum(unit.bytes for unit in units if not unit.root) if trains else 0
+def gpu_plan(
+    of_step: StepMemory, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, fraction: Optional[float], gpu_bytes: Optional[int]
+) -> GpuPlan:
+    """The plan of units, each with its module, of which a fraction stays on the GPU; where none is given, as many as a GPU with so much memory has room
+    for."""
+    levels, least = Levels(units, modules), of_step.least
+    gradient_bytes, scale_bytes = gpu_gradient_bytes(units) if trains else 0, _scale_bytes(units)
+    computed_bytes = gradient_bytes + least.peak_bytes if isinstance(least, TracedMemory) else None
+    margin, resident = 0 if computed_bytes is None else margin_bytes(computed_bytes), None
+    # What a GPU has that keeps the units of a level by itself.
+    enough = lambda level: scale_bytes + levels.gpu_bytes(0) + levels.cost(level, trains) + (computed_bytes or 0) + margin
+    if fraction is not None:
+        level = levels.nearest(fraction)
+    else:
+        level = 0 if gpu_bytes is None or computed_bytes is None else levels.within(levels.highest, gpu_bytes - enough(0), trains)
+        if computed_bytes is not None:
+            resident = f"all weights stay on a GPU with {bytes_text(enough(levels.highest))} of memory, none with less than {bytes_text(enough(1))}"
+    if level or gpu_bytes is not None and fraction is None:
+        resident = f"{bytes_text(levels.bytes(level))} of {bytes_text(levels.all_bytes)} of weights stay on the GPU" + (f"; {resident}" if resident else "")
+    forward = levels.bus_bytes(level, lambda unit: 1)
+    backward = levels.bus_bytes(level, lambda unit: 1 + (trains and not unit.root)) - forward
+    bus = forward, backward, sum(unit.gradient_bytes for unit in units if unit.trained)
+    return GpuPlan(of_step, scale_bytes + levels.gpu_bytes(level), gradient_bytes, bus, resident)
 
 
-def gpu_plan(of_step: StepMemory, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, stay: bool) -> GpuPlan:
-    """The plan of units, each with its module, beside what a step computes. With `stay` the weights stay on the GPU."""
-    forward, backward = weights_on_bus(units, trains)
-    return GpuPlan(
-        of_step,
-        weight_bytes=_scale_bytes(units) + (forward if stay else gpu_weight_bytes(units, modules)),
-        gradient_bytes=gpu_gradient_bytes(units) if trains else 0,
-        bus_bytes=None if stay else (forward, backward, sum(unit.gradient_bytes for unit in units if unit.trained)),
-    )
+def gpu_plan_in_place(of_step: StepMemory, units: Sequence[Unit], trains: bool) -> GpuPlan:
+    """The plan of units whose weights stay with the model."""
+    return GpuPlan(of_step, _scale_bytes(units) + sum(unit.bytes for unit in units), gpu_gradient_bytes(units) if trains else 0, None)
 
 
 def _scale_bytes(units: Sequence[Unit]) -> int:

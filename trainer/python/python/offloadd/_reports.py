@@ -45,10 +45,10 @@ class Reports:
     def _samples(self, steps_done: int) -> int:
         return steps_done * (self._settings.train_batch_size or 1)
 
-    def step(self, steps_done: int, norm: float) -> None:
-        """Reports the step that ended."""
+    def step(self, steps_done: int, norm: float, gpu_resident_bytes: int = 0) -> None:
+        """Reports the step that ended, in which so many bytes of weights stayed on the GPU."""
         self.grad_norm = norm
         lr = float(self._optimizer.param_groups[0]["lr"])
-        facts = self._core.report(steps_done, self._samples(steps_done), self.loss, norm, lr, self.loss_scale, False)
+        facts = self._core.report(steps_done, self._samples(steps_done), self.loss, norm, lr, self.loss_scale, False, gpu_resident_bytes)
         self.loss = math.nan
         self._progress.step(steps_done, facts)

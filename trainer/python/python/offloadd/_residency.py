@@ -9,6 +9,7 @@ A frozen unit that stays comes once a run, a trained one once a step. Several ra
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from pathlib import Path
@@ -21,7 +22,7 @@ from ._gathering import Gathering
 from ._memory import GpuBytes, GpuDevice, gpu_weight_bytes
 from ._units import Unit
 
-# Memory that is left to steps which take more than those before, at least. Half of what steps compute with is left, too: lengths of sequences differ.
+# Memory that is left to steps which take more than those before, at least. Half of what a step computes with is left, too: lengths of sequences differ.
 _MARGIN_BYTES = 2 << 30
 
 # Least seconds between two lines about units that no longer stay.
@@ -69,10 +70,28 @@ class Levels:
         """The level with the bytes that are the nearest to a fraction of all."""
         return min(range(self.highest + 1), key=lambda level: abs(self.bytes(level) - fraction * self.all_bytes))
 
+    def cost(self, level: int, alone: bool) -> int:
+        """Bytes that a level adds to the highest use of memory. What is in no block, and blocks that no longer come, are part of it anyway if the highest
+        use is in a pass of this model `alone`."""
+        return self.gpu_bytes(level) - self.gpu_bytes(0) if alone else self.bytes(level)
+
+    def within(self, most: int, bytes_: int, alone: bool) -> int:
+        """The highest level up to `most` that costs so many bytes at most."""
+        least = 0
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self.cost(middle, alone) <= bytes_ else (least, middle - 1)
+        return least
+
     def bus_bytes(self, level: int, times: Callable[[Unit], int]) -> int:
         """Bytes that come to the GPU in a step in which each unit comes so many times at level 0."""
         resident = set(self.at(level))
         return sum(unit.bytes * (times(unit) if unit not in resident else min(times(unit), int(unit.trained))) for unit in self.units)
+
+
+def margin_bytes(computed_bytes: int) -> int:
+    """Bytes that are left to steps which take more than one that computed with so many."""
+    return max(_MARGIN_BYTES, computed_bytes // 2)
 
 
 def _spaced(blocks: Sequence[list[Unit]], count: int) -> list[list[Unit]]:
@@ -107,6 +126,8 @@ class Residency:
         self._computed_bytes = self._elems = self._margin_bytes = 0
         self._said_s = -_LINE_S
         _open.add(self)
+        if torch.cuda.is_initialized():
+            _watch_for_full()
         gathering.before_pins = self._note_peak if self._falls else gathering.before_pins
         if fraction:
             self._take(self.levels.nearest(fraction))
@@ -187,46 +208,35 @@ class Residency:
         """Bytes that are left at the highest moment that is expected."""
         return found.used_bytes + found.free_bytes - self._peak_bytes
 
-    def _cost(self, level: int) -> int:
-        """Bytes that a level adds to the highest use of memory. What is in no block, and blocks that no longer come, are part of it anyway if that is in a
-        step of this run. It may be in one of another model, where this one trains nothing."""
-        if self._others() or not self._gathering.trains:
-            return self.levels.bytes(level)
-        return self.levels.gpu_bytes(level) - self.levels.gpu_bytes(0)
-
-    def _within(self, most: int, cost: int) -> int:
-        """The highest level up to `most` that costs so much at most."""
-        least = 0
-        while least < most:
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if self._cost(middle) <= cost else (least, middle - 1)
-        return least
+    def _alone(self) -> bool:
+        """Whether the highest use of memory is in passes of this run: one that trains nothing may be beside another model that is trained."""
+        return self._gathering.trains and not self._others()
 
     # The level
 
     def _choose(self) -> None:
         """Chooses the level, unless it is not known yet what other runs take."""
         self._note_peak()
-        self._margin_bytes = max(_MARGIN_BYTES, self._computed_bytes // 2)
+        self._margin_bytes = margin_bytes(self._computed_bytes)
         room, level = self._room(self._gpu.memory()), _UNDECIDED
         if all(one._has_shown() for one in self._others()):
-            level = self._within(self.levels.highest, room - self._margin_bytes)
+            level = self.levels.within(self.levels.highest, room - self._margin_bytes, self._alone())
         level = self._agreed(level)
         if level == _UNDECIDED:
             return
         self._decided = True
-        self._peak_bytes += self._cost(level)
+        self._peak_bytes += self.levels.cost(level, self._alone())
         self._take(level)
         self._say_what_stays(room)
 
     def _make_room(self, more: int) -> None:
         """Lowers the level where steps, which are about to compute with so many bytes `more`, would leave less than half of the margin."""
-        level, room = self.level, self._room(self._gpu.memory()) - more
+        level, alone, room = self.level, self._alone(), self._room(self._gpu.memory()) - more
         if room < self._margin_bytes // 2:
-            level = self._within(level, self._cost(level) + room - self._margin_bytes)
+            level = self.levels.within(level, self.levels.cost(level, alone) + room - self._margin_bytes, alone)
         level = self._agreed(level)
         if level < self.level:
-            self._peak_bytes -= self._cost(self.level) - self._cost(level)
+            self._peak_bytes -= self.levels.cost(self.level, alone) - self.levels.cost(level, alone)
             self._take(level)
             self._say_less()
 
@@ -259,6 +269,21 @@ class Residency:
         if time.monotonic() - self._said_s >= _LINE_S:
             self._said_s = time.monotonic()
             say(f"{self._run_dir}: steps take more GPU memory: {_text(self.bytes)} of weights stay there (offloadd.gpu_resident_fraction)")
+
+
+@functools.cache
+def _watch_for_full() -> None:
+    """Lets a line name the key where an allocation on a GPU fails, in the model's own code too."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is not None:
+        attach(_say_full)
+
+
+def _say_full(index: int, *_: Any) -> None:
+    """PyTorch has found no memory on a GPU."""
+    stay = sum(one.bytes for one in list(_open) if one._gpu.index == index)
+    if stay:
+        say(f"GPU {index} is full, and {_text(stay)} of weights stay there: set offloadd.gpu_resident_fraction lower, or to 0")
 
 
 def _text(size: int) -> str:

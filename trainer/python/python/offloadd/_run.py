@@ -319,7 +319,7 @@ class Run:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the weights that stay on the GPU between their uses."""
-        return self.engine.residency.bytes if self.engine.residency is not None else 0
+        return self.engine.resident_bytes
 
     def release(self) -> None:
         """Frees memory between passes: units that are here, buffers that gradients leave from, and what PyTorch holds of the GPU's. The next pass

@@ -58,7 +58,7 @@ class Steps:
             interrupted = error
         commits.steps_done += 1
         commits.note_step()
-        commits.reports.step(commits.steps_done, norm)
+        commits.reports.step(commits.steps_done, norm, self.engine.resident_bytes)
         self.engine.updated()
         self.engine.step_ended()
         if interrupted is not None:

@@ -1,22 +1,6 @@
-//! Parses amounts on the command line of a plan: memory of a machine, and drives such as `2x6.2GB/s:3.2GB/s`.
+//! Parses amounts on the command line of a plan, such as drives: `2x6.2GB/s:3.2GB/s`.
 
-use offload_support::units::{parse_bytes, parse_rate as rate};
-
-/// A smaller size than any machine has, so the unit is missing.
-const MEMORY_BYTES_MIN: u64 = 1 << 20;
-
-/// Parses a size of memory; 0 means none. Refuses 24, which would be 24 bytes.
-///
-/// # Errors
-/// The message refers to `text`.
-pub fn parse_memory(text: &str) -> Result<u64, String> {
-    match parse_bytes(text).map_err(|error| error.to_string())? {
-        bytes @ 1..MEMORY_BYTES_MIN => Err(format!(
-            "`{text}` is {bytes} bytes; add a unit, such as {bytes}GiB"
-        )),
-        bytes => Ok(bytes),
-    }
-}
+use offload_support::units::parse_rate as rate;
 
 /// A lower rate than any drive or network has, so the unit is missing.
 const RATE_BYTES_PER_S_MIN: u64 = 1 << 20;
@@ -86,14 +70,6 @@ pub fn parse_count(text: &str) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn memory_without_a_unit_is_refused() {
-        assert_eq!(parse_memory("139GiB"), Ok(139 << 30));
-        assert_eq!(parse_memory("0"), Ok(0));
-        assert!(parse_memory("24").unwrap_err().contains("such as 24GiB"));
-        assert!(parse_memory("6.2Gb").is_err());
-    }
 
     #[test]
     fn drives_and_counts_are_parsed() {

@@ -39,7 +39,7 @@ use crate::computation::{ActivationCheckpointing, AttentionKernel};
 use crate::config::{MasterType, OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{Dtype, UnitLayout, unit_layouts};
 
-pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
+pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name, optimizer_device_name};

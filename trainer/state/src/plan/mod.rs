@@ -5,6 +5,8 @@ pub mod assumed;
 mod bytes;
 pub mod choose;
 mod measured;
+mod memory;
 
 pub use bytes::{BusBytes, TileSums};
 pub use measured::{MeasuredRates, measured_path};
+pub use memory::parse_memory;

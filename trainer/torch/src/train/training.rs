@@ -364,6 +364,7 @@ impl Training {
             reduced_bytes: gradients.exchanged.reduced_bytes,
             grads_held_bytes: gradients.held_bytes,
             host_bytes: plan.host_bytes() * u64::from(settings.ranks),
+            gpu_resident_bytes: 0,
             bound_s: self.bound(gradients, 0).s,
             eval_loss: None,
             eval_perplexity: None,
