@@ -15,12 +15,15 @@ from torch.utils._pytree import tree_flatten
 import forks
 import test_engine
 import test_random_models
+import test_residency
 import test_runs
-from offloadd import _engine, _native, _reading, _released, _watch
+from offloadd import _engine, _native, _reading, _released, _residency, _watch
 from offloadd._engine import Engine
 from offloadd._gathering import Gathering
 from offloadd._gradients import Gradients
 from offloadd._order import Order
+from offloadd._residency import Residency
+from offloadd._storage import Access
 from offloadd._watch import Watch
 from test_runs import lines_of
 
@@ -38,6 +41,16 @@ def random_models(first, last):
 def named(test):
     """A check: a test of this suite."""
     return lambda tmp_path: test(tmp_path) if "tmp_path" in test.__code__.co_varnames[: test.__code__.co_argcount] else test()
+
+
+def residency(test, *args):
+    """A check: a test of the units that stay, with the margin of small models."""
+
+    def check(tmp_path):
+        _residency._MARGIN_BYTES = test_residency.MARGIN
+        test(*args, *[None] * ("margin" in test.__code__.co_varnames[: test.__code__.co_argcount]))
+
+    return check
 
 
 def companions(patch):
@@ -229,7 +242,77 @@ def interrupts(patch):
     patch.setattr(_engine, "calls_of", lambda module: 2)
 
 
+def memory_that_stays(patch):
+    """Memory of units that are to stay is given back."""
+    original = Gathering.take_away
+    patch.setattr(Gathering, "take_away", lambda self, unit, keep=False: original(self, unit))
+
+
+def stale_memory(patch):
+    """What stays is taken to be the newest."""
+    original = Gathering.release
+    patch.setattr(Gathering, "release", lambda self, unit: None if unit.kept and unit.resident else original(self, unit))
+
+
+def written_memory(patch):
+    """What a script has written stays."""
+    original = Gathering._note_written
+
+    def note_written(self, unit):
+        original(self, unit)
+        unit.written = False
+
+    patch.setattr(Gathering, "_note_written", note_written)
+
+
+def access_to_what_stays(patch):
+    """A released unit whose memory stays may be accessed."""
+    original = Access.forbid
+    patch.setattr(Access, "forbid", lambda self: original(self) if self.storage.nbytes() == 0 else None)
+
+
+def orders_with_what_stays(patch):
+    """Passes with other units in memory are taken to be of one kind."""
+    patch.setattr(Gathering, "staying", ())
+
+
+def larger_inputs(patch):
+    """Nobody looks at the inputs of a forward."""
+    patch.setattr(_residency, "_numbers_in", lambda args, kwargs: 0)
+
+
+def gathered_memory(patch):
+    """Memory of weights that a script has gathered counts."""
+    patch.setattr(Residency, "before_pins", None, raising=False)
+    original = Residency._forget_pins
+
+    def forget_pins(self):
+        self._gathering.were_pinned = self._gathering.were_pinned and self._before_bytes is None
+        original(self)
+
+    patch.setattr(Residency, "_forget_pins", forget_pins)
+
+
+def other_models(patch):
+    """A run does not know of others on the GPU."""
+    patch.setattr(Residency, "_others", lambda self: [])
+
+
+def all_of_what_stays(patch):
+    """Embedding and head cost nothing where another model's step takes most memory."""
+    patch.setattr(Residency, "_alone", lambda self: True)
+
+
 CHECKS = [
+    (memory_that_stays, residency(test_residency.test_frozen_units_that_stay_come_once_and_trained_ones_once_a_step, "adapters", False, 1)),
+    (stale_memory, residency(test_residency.test_frozen_units_that_stay_come_once_and_trained_ones_once_a_step, "adapters", False, 1)),
+    (written_memory, residency(test_residency.test_a_write_to_a_unit_that_stays_is_named_and_does_not_stay, test_engine.WRITES["in place"])),
+    (access_to_what_stays, residency(test_residency.test_a_unit_that_stays_is_released_to_the_script)),
+    (orders_with_what_stays, residency(test_residency.test_an_order_with_units_that_stay_is_learned)),
+    (larger_inputs, residency(test_residency.test_units_go_before_a_forward_with_larger_inputs)),
+    (gathered_memory, residency(test_residency.test_memory_of_weights_that_a_script_has_gathered_is_left_out_of_account)),
+    (other_models, residency(test_residency.test_models_on_one_gpu_choose_in_turn)),
+    (all_of_what_stays, residency(test_residency.test_models_on_one_gpu_choose_in_turn)),
     (companions, named(test_engine.test_a_weight_used_by_another_block_is_gathered_for_it_and_for_its_backward)),
     (returned_weights, random_models(0, 20)),
     (outside_uses, lambda _: test_engine.test_what_an_operation_returns_outlives_the_parameters_memory(test_engine.READS["chunk"])),
