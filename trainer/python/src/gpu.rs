@@ -446,6 +446,17 @@ impl GpuMover {
         py.detach(|| stream.wait(&arrived)).map_err(gpu_failed)
     }
 
+    /// Lets whoever is `ready` for `unit` next, or takes its memory, wait for what `stream` has enqueued so far: what other ranks have brought
+    /// to it, and what computes with it.
+    fn keep(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {
+        let stream = memory::torch_stream(&self.gpu, stream);
+        let left = py.detach(|| stream.record()).map_err(gpu_failed)?;
+        let left = Upload::Enqueued(Arc::new(left));
+        let board = &self.mover().board;
+        board.change(|progress| drop(progress.uploads.insert(unit, left)));
+        Ok(())
+    }
+
     /// To be called before the memory of `unit` is freed: it is used again only when what `stream` has enqueued so far, and
     /// the copies to it, have run.
     fn release(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {

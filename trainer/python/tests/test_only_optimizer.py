@@ -201,7 +201,7 @@ def test_a_gradient_that_is_dropped_after_clipping_leaves_the_others_clipped(ove
 
 def test_options_that_an_optimizer_alone_cannot_use_are_refused():
     model = model_of()
-    for key, value in (("optimizer_step", "immediate"), ("run_dir", "elsewhere"), ("units", ["Block"])):
+    for key, value in (("optimizer_step", "immediate"), ("run_dir", "elsewhere"), ("units", ["Block"]), ("gpu_resident_fraction", 1)):
         with pytest.raises(offloadd.Error, match=f"options has {key}, which an optimizer alone has no use for"):
             adamw(model.parameters(), options={key: value})
 

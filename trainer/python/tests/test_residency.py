@@ -11,11 +11,11 @@ import torch
 import offloadd
 from offloadd import _residency
 from offloadd._generation import coming
-from offloadd._memory import GpuMemory, HostMemory
+from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
 from test_engine import WRITES, adapted, frozen_block, pair
 from test_runs import config, needs_daemon
-from toy import Net, Offloaded, let_stay, randomize, same_gradients
+from toy import Net, Offloaded, SimulatedGpu, let_stay, randomize, same_gradients
 
 HOW = dict(max_new_tokens=5, do_sample=False)
 FRACTIONS = (0, 0.5, 1)
@@ -306,8 +306,8 @@ def test_the_highest_level_that_has_room_beside_a_step_is_taken_after_it(margin,
 def test_half_of_what_steps_compute_with_is_left_to_larger_ones(margin):
     takes = 100_000
     peak, units = needed(takes=takes), Auto().levels.gpu_bytes(0)
-    # Nothing is there before the first pass.
-    left = (peak - units) // 2
+    # The script's own tensor is there before the first pass.
+    left = (peak - SimulatedGpu.OWN_BYTES - units) // 2
     assert left > MARGIN
     assert Auto(peak + left, takes).step() == 1 and Auto(peak + left - 1, takes).step() == 0
 
@@ -340,6 +340,27 @@ def test_units_go_before_a_forward_with_larger_inputs(margin):
     one.step(rows=3)
     one.step(rows=40)
     assert one.seen[0] == 5 and one.seen[1] == 0
+
+
+def test_inputs_without_gradients_say_nothing_of_those_with_them(margin):
+    takes = 10_000
+    peak = needed(takes=takes)
+    units = Auto().levels.gpu_bytes(0)
+    one = Auto(peak + (peak - units) // 2 + Auto().cost(5), takes)
+    with torch.no_grad():
+        one.ours.model(torch.randn(40, 8))
+    assert one.step() == 5
+    with torch.no_grad():
+        one.ours.model(torch.randn(40, 8))
+    assert one.step() == 5
+    # Larger than those with gradients before.
+    assert one.step(rows=39) == 0
+
+
+def test_nothing_stays_where_the_allocator_tells_nothing(margin):
+    one = Auto()
+    one.gpu.memory = lambda: GpuBytes(0, 0, 1 << 40)
+    assert [one.step(), one.step()] == [0, 0]
 
 
 def test_units_go_where_another_process_takes_memory(margin):

@@ -78,21 +78,26 @@ class SimulatedGpu:
     """What a GPU tells of its memory, where units are in the processor's."""
 
     index = 0
+    # A tensor of the script's.
+    OWN_BYTES = 64
 
     def __init__(self, units, size=1 << 40):
         self.units, self.size, self.used_max = units, size, 0
 
+    @property
+    def used(self):
+        return self.OWN_BYTES + sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
+
     def memory(self):
-        used = sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
         self.compute(0)
-        return GpuBytes(used, self.used_max, self.size - used)
+        return GpuBytes(self.used, self.used_max, self.size - self.used)
 
     def forget_peak(self):
         self.used_max = 0
 
     def compute(self, size):
         """Takes so much memory beside units for a moment."""
-        self.used_max = max(self.used_max, size + sum(unit.flat.untyped_storage().nbytes() for unit in self.units))
+        self.used_max = max(self.used_max, self.used + size)
 
 
 def let_stay(engine, fraction, size=1 << 40):

@@ -215,6 +215,7 @@ class Gathering:
         """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
         if keep:
+            self.memory.keep(unit)
             unit.access.forbid()
         else:
             self.memory.release(unit)

@@ -35,6 +35,9 @@ class Memory(Protocol):
     def ready(self, unit: Unit) -> None:
         """Returns when what is computed from now on sees the parameters."""
 
+    def keep(self, unit: Unit) -> None:
+        """Leaves a unit where it is that is not used for a while, until it is ready again or released."""
+
     def release(self, unit: Unit) -> None:
         """Gives the unit's memory back once nothing uses it any more."""
 
@@ -114,6 +117,9 @@ class HostMemory:
             raise
 
     def ready(self, unit: Unit) -> None:
+        pass
+
+    def keep(self, unit: Unit) -> None:
         pass
 
     def release(self, unit: Unit) -> None:
@@ -269,6 +275,9 @@ class GpuMemory:
 
     def ready(self, unit: Unit) -> None:
         self._mover.ready(unit.index, self._gpu.stream())
+
+    def keep(self, unit: Unit) -> None:
+        self._mover.keep(unit.index, self._gpu.stream())
 
     def release(self, unit: Unit) -> None:
         self._mover.release(unit.index, self._gpu.stream())

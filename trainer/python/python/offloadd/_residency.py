@@ -122,13 +122,16 @@ class Residency:
         self._before_bytes: Optional[int] = None
         # The highest use that PyTorch has told, and the one that is expected with this level.
         self._told_bytes = self._peak_bytes = 0
-        # What steps computed with at most, for inputs of at most so many numbers, and what is left to larger ones.
-        self._computed_bytes = self._elems = self._margin_bytes = 0
+        # What steps computed with at most, and what is left to larger ones.
+        self._computed_bytes = self._margin_bytes = 0
+        # The most numbers in the inputs of a forward so far, without gradients and with them.
+        self._inputs = [0, 0]
         self._said_s = -_LINE_S
         _open.add(self)
         if torch.cuda.is_initialized():
             _watch_for_full()
-        gathering.before_pins = self._note_peak if self._falls else gathering.before_pins
+        if self._falls:
+            gathering.before_pins = lambda: self._note_peak(gpu.memory())
         if fraction:
             self._take(self.levels.nearest(fraction))
 
@@ -150,13 +153,11 @@ class Residency:
             return
         if self._falls:
             self._forget_pins()
-            elems = _numbers_in(args, kwargs)
+            more_bytes = self._note_inputs(_numbers_in(args, kwargs))
             if self._decided and self.level:
-                self._note_peak()
-                self._make_room(self._computed_bytes * max(0, elems - self._elems) // max(1, self._elems))
+                self._make_room(more_bytes)
             elif not self._decided and self._passes and not gathering.trains:
                 self._choose()
-            self._elems = max(self._elems, elems)
         if torch.is_grad_enabled() or not gathering.trains:
             self._passes += 1
             if self._passes == 1 or not gathering.trains:
@@ -183,12 +184,21 @@ class Residency:
 
     # What memory is used
 
-    def _note_peak(self) -> None:
+    def _note_peak(self, found: GpuBytes) -> GpuBytes:
         """Notes the highest use of memory, if it has become higher."""
-        used_bytes = self._gpu.memory().used_max_bytes
+        used_bytes = found.used_max_bytes
         if used_bytes > self._told_bytes and self._before_bytes is not None:
             self._told_bytes = self._peak_bytes = used_bytes
             self._computed_bytes = max(self._computed_bytes, used_bytes - self._before_bytes - self.levels.gpu_bytes(self.level))
+        return found
+
+    def _note_inputs(self, numbers: int) -> int:
+        """Notes how large a forward's inputs are. Returns the bytes that it is going to compute with in addition to those before, where they are larger:
+        a forward without gradients takes no more than one with them."""
+        with_gradients = torch.is_grad_enabled()
+        before = self._inputs[1] if with_gradients else max(self._inputs)
+        self._inputs[with_gradients] = max(self._inputs[with_gradients], numbers)
+        return self._computed_bytes * (numbers - before) // before if 0 < before < numbers else 0
 
     def _forget_pins(self) -> None:
         """Leaves out of account what memory was used while units were pinned: all weights of the model, and what they generated. There was room for
@@ -216,10 +226,9 @@ class Residency:
 
     def _choose(self) -> None:
         """Chooses the level, unless it is not known yet what other runs take."""
-        self._note_peak()
+        room, level = self._room(self._note_peak(self._gpu.memory())), _UNDECIDED
         self._margin_bytes = margin_bytes(self._computed_bytes)
-        room, level = self._room(self._gpu.memory()), _UNDECIDED
-        if all(one._has_shown() for one in self._others()):
+        if self._peak_bytes and all(one._has_shown() for one in self._others()):
             level = self.levels.within(self.levels.highest, room - self._margin_bytes, self._alone())
         level = self._agreed(level)
         if level == _UNDECIDED:
@@ -229,9 +238,9 @@ class Residency:
         self._take(level)
         self._say_what_stays(room)
 
-    def _make_room(self, more: int) -> None:
-        """Lowers the level where steps, which are about to compute with so many bytes `more`, would leave less than half of the margin."""
-        level, alone, room = self.level, self._alone(), self._room(self._gpu.memory()) - more
+    def _make_room(self, more_bytes: int) -> None:
+        """Lowers the level where steps, which are about to compute with so many bytes more, would leave less than half of the margin."""
+        level, alone, room = self.level, self._alone(), self._room(self._note_peak(self._gpu.memory())) - more_bytes
         if room < self._margin_bytes // 2:
             level = self.levels.within(level, self.levels.cost(level, alone) + room - self._margin_bytes, alone)
         level = self._agreed(level)
@@ -242,7 +251,8 @@ class Residency:
 
     def _agreed(self, level: int) -> int:
         """The lowest of all ranks' levels."""
-        told = self._gathering.ranks.meet("agree on the weights that stay on the GPU", level.to_bytes(4, "little", signed=True))
+        what = f"agree on the weights that stay on the GPU ({self._gathering.forwards.position()})"
+        told = self._gathering.ranks.meet(what, level.to_bytes(4, "little", signed=True))
         return min(int.from_bytes(one, "little", signed=True) for one in told)
 
     def _take(self, level: int) -> None:

@@ -1,8 +1,10 @@
 """Trains a small model on the processor's path and on a GPU's, with the state in every tier, and says whether bits differ."""
 
 import contextlib
+import ctypes
 import itertools
 import json
+import os
 import pathlib
 import sys
 
@@ -86,6 +88,29 @@ def weights_ahead():
         return max(found), planned + max(unit.bytes for unit in gathering.units)
 
 
+def streams_follow():
+    """What a stream has enqueued while it had a unit that stays is done before another one computes with it."""
+    driver = ctypes.CDLL(os.environ["KERNELS_FAKE"])
+    marks, (first, second, mark) = ctypes.create_string_buffer(b"done"), (ctypes.c_size_t() for _ in range(3))
+    for handle in (first, second):
+        driver.cuStreamCreate(ctypes.byref(handle), 0)
+    driver.cuMemAlloc_v2(ctypes.byref(mark), ctypes.c_size_t(4))
+    config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"compute_device": "cuda:0", "gpu_resident_fraction": 1}}
+    with offloadd.prepare(Net(4), None, config, run_dir=directory / "streams") as run:
+        gathering, gpu = run.engine.gathering, run.plan.gpu
+        unit = gathering.units[0]
+        gpu.stream = lambda: first.value
+        gathering.gather(unit)
+        # As the ranks' parts of the unit come.
+        driver.cuMemcpyHtoDAsync_v2(mark, marks, ctypes.c_size_t(4), first)
+        gathering.release(unit)
+        gpu.stream = lambda: second.value
+        gathering.gather(unit)
+        driver.cuStreamSynchronize(second)
+        return ctypes.string_at(mark.value, 4)
+
+
+assert streams_follow() == b"done", "a stream does not wait for the one before"
 most, planned = weights_ahead()
 assert most == planned, f"{most} bytes of units are in memory, {planned} are planned"
 # On the GPU.
