@@ -10,7 +10,6 @@ import torch
 
 import offloadd
 from offloadd import _residency
-from offloadd._generation import coming
 from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
 from test_engine import WRITES, adapted, frozen_block, pair
@@ -224,26 +223,25 @@ def test_training_has_the_same_bits_whatever_stays(tmp_path, kind, device):
 
 
 @needs_daemon
-def test_a_model_that_nothing_trains_is_brought_once_for_all_tokens(tmp_path, monkeypatch, capfd):
+def test_a_model_that_nothing_trains_is_brought_once_for_all_tokens(tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
     from test_untrained import llama, prompts
 
-    came, plain = [], HostMemory.expect
-    monkeypatch.setattr(HostMemory, "expect", lambda self, unit: (came.append(unit.index), plain(self, unit)))
     expected, model = llama().generate(prompts(), **HOW), llama()
     with offloadd.prepare(model, None, config("cpu", tmp_path), run_dir=tmp_path / "run") as run:
         let_stay(run.engine, None)
+        units = run.engine.gathering.units
         for passes in (2, 0):
-            came.clear()
             assert torch.equal(model.generate(prompts(), **HOW), expected)
+            made = run.generation.last
             # The first pass shows what memory is used, and the second brings what stays.
-            assert len(came) == passes * len(run.engine.gathering.units)
-            # Nothing comes any more that could bound a pass.
-            assert not coming(run.engine) and "bound" not in capfd.readouterr().err
+            assert made.passes == HOW["max_new_tokens"] and made.part * made.passes == pytest.approx(passes)
+            # Nothing bounds a pass for which nothing comes.
+            assert ("bound" in made.line(run.generation.bound)) == (passes > 0)
         let_stay(run.engine, 0.5)
         assert torch.equal(model.generate(prompts(), **HOW), expected)
-        units = run.engine.gathering.units
-        assert 0 < run.generation.bound.bytes == sum(unit.bytes for unit in units if not unit.resident) < sum(unit.bytes for unit in units)
+        come = sum(unit.bytes for unit in units if not unit.resident)
+        assert 0 < come < run.generation.bound.bytes and run.generation.last.part == pytest.approx(come / run.generation.bound.bytes)
 
 
 # As many as have room

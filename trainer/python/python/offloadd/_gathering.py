@@ -70,7 +70,7 @@ class Gathering:
         self.with_gradients = False
         # Experts that are on their way before they are needed, in that order.
         self._came_ahead: dict[Unit, None] = {}
-        # Bytes of experts that were brought.
+        # Bytes that were brought.
         self.brought_bytes = 0
         # Called before units are pinned, and whether some were since somebody asked.
         self.before_pins: Callable[[], None] = lambda: None
@@ -122,7 +122,7 @@ class Gathering:
         if deviates:
             self.order.waited_s += time.perf_counter() - began
         self._came_ahead.pop(unit, None)
-        self.brought_bytes += unit.bytes * unit.apart
+        self.brought_bytes += unit.bytes
         unit.expected, unit.fresh, unit.here, unit.written = False, True, True, False
         unit.came += 1
         self._open(unit)

@@ -41,7 +41,7 @@ class GenerationStats:
     tokens: int = 0
     passes: int = 0
     s: float = 0.0
-    # The part of the weights that a pass read: less than all where tokens choose experts.
+    # The part of the weights that a pass read: less than all where tokens choose experts, and where weights stay on a GPU.
     part: float = 1.0
 
     def __add__(self, other: "GenerationStats") -> "GenerationStats":
@@ -52,7 +52,7 @@ class GenerationStats:
     def line(self, bound: Optional[Bound]) -> str:
         """What was reached, for people. A bound of the passes is one of the tokens, too."""
         text = f"{self.tokens} tokens of {self.rows} sequence(s) in {self.s:.3g} s: {self.tokens / self.s:.3g} tokens/s"
-        if bound is None or not self.passes:
+        if bound is None or not self.passes * self.part:
             return text
         return (
             f"{text}; bound {self.tokens / (self.passes * self.part * bound.s):.3g} tokens/s: {self.passes} passes over "
@@ -91,8 +91,8 @@ class Meter:
             prompt = 0 if given is None else given.shape[-1]
             length = made.shape[-1] - (1 if getattr(getattr(engine.model, "config", None), "is_encoder_decoder", False) else prompt)
             self.last = GenerationStats(len(made), len(made) * length, passes, took, self._part(passes, brought))
-            # On all ranks at once. Where all weights stay in memory, their bytes bound nothing.
-            bound = None if engine.gathering.whole else self.bound
+            # On all ranks at once.
+            bound = self.bound if brought else None
             if self.tells and time.monotonic() - self._said_s >= _LINE_S:
                 self._said_s = time.monotonic()
                 say(f"generated {self.last.line(bound)}")
@@ -101,10 +101,8 @@ class Meter:
         return generate
 
     def _part(self, passes: int, brought_bytes: int) -> float:
-        """The part of all weights that each of some passes read, which brought so many bytes of experts."""
-        units = self._engine.gathering.units
-        always, all_ = (sum(unit.bytes for unit in units if not (unit.apart and only)) for only in (True, False))
-        return (always + brought_bytes / passes) / all_ if passes else 1.0
+        """The part of all weights that each of some passes read, which brought so many bytes."""
+        return brought_bytes / passes / sum(unit.bytes for unit in self._engine.gathering.units) if passes else 1.0
 
     @property
     def bound(self) -> Bound:
@@ -126,6 +124,8 @@ def measured_bound(engine: Engine, plan: Plan) -> Bound:
             return Bound(bytes_, figures["read_bytes_per_s"], "drives")
     largest, took = max(gathering.units, key=lambda unit: unit.bytes), []
     for _ in range(2):
+        if largest.kept:
+            gathering.take_away(largest)
         began = time.perf_counter()
         with gathering.gathered(largest):
             if largest.flat.is_cuda:

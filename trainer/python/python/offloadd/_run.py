@@ -300,6 +300,7 @@ class Run:
         params = sum(unit.numel for unit in units)
         where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}[self.settings.device]
         where += ", parameters stay with the model" * (self.settings.parameters_stay and self.settings.device != "none")
+        where += f", weights of {bytes_text(self.resident_bytes)} stay on the GPU" * (self.resident_bytes > 0)
         return (
             f"{params:,} parameters in {len(units)} units, state {where}: "
             f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"

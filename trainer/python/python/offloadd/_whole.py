@@ -53,11 +53,13 @@ class Whole:
             self._told = True
             # Measured by all ranks.
             bound = measured_bound(self._engine, self._plan)
+            # What stays on a GPU is read once.
+            part = sum(unit.bytes for unit in units if not unit.resident) / sum(unit.bytes for unit in units)
             kind = "GPU" if units[0].flat.is_cuda else "host"
             say(
                 f"{self._plan.run_dir}: all weights ({bytes_text(wanted)}) and {bytes_text(headroom)} for what is computed do not fit into the "
-                f"{bytes_text(free)} of {kind} memory that are free: each token reads the weights, at least {bound.s:.3g} s a token "
-                f"({bytes_text(bound.bytes)} at {bound.bytes_per_s / 1e9:.3g} GB/s from {bound.by})"
+                f"{bytes_text(free)} of {kind} memory that are free: each token reads the weights, at least {part * bound.s:.3g} s a token "
+                f"({bytes_text(part * bound.bytes)} at {bound.bytes_per_s / 1e9:.3g} GB/s from {bound.by})"
             )
         return False
 
