@@ -1,6 +1,6 @@
 // Records when each kernel and copy of a program ran on its GPU. The driver loads this library into every CUDA program that runs with
 // CUDA_INJECTION64_PATH, so the program needs no change. Each process writes KERNEL_TIMES_OUT.PID: a line "begin end stream name" for each
-// kernel, copy and fill, in nanoseconds. Records stay in memory until the program ends.
+// kernel, copy and fill, in nanoseconds, twice a second.
 #include <cupti.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -50,6 +50,7 @@ static void take_buffer(CUcontext context, uint32_t stream, uint8_t *buffer, siz
     while (valid && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS)
         write_record(record);
     free(buffer);
+    fflush(out);
 }
 
 static void finish(void) {
@@ -68,6 +69,8 @@ int InitializeInjection(void) {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         if (cuptiActivityEnable(kinds[i]) != CUPTI_SUCCESS)
             fprintf(stderr, "kernel_times: CUPTI does not record kind %d\n", kinds[i]);
+    // A program that is killed leaves what ran until shortly before.
+    cuptiActivityFlushPeriod(500);
     atexit(finish);
     return 1;
 }

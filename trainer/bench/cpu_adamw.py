@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Measures AdamW on processors: this project's kernel, torch.optim.AdamW as loop, foreach and fused, and DeepSpeed's CPUAdam where it is installed.
+
+    trainer/bench/cpu_adamw.py [--million 256] [--threads 1 2] [--kernel target/release/examples/adamw_speed]
+
+All have fp32 moments. torch's and DeepSpeed's have fp32 weights and gradients and move 28 bytes a parameter; the kernel has the trainer's format too:
+bf16 weights and gradients with a split fp32 master, 26 bytes a parameter. Needs `cargo build --release -p kernels --example adamw_speed`. A row is the
+best of some passes over parameters that together exceed every cache.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+PASSES = 5
+# Elements of a parameter: one matrix of a block of a model of 7 G parameters.
+PARAM_ELEMS = 16 << 20
+KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OURS = re.compile(r"AdamW (SplitBf16|Fp32), Fp32 +(Avx2|Avx512|Scalar) +(\d+) +([\d.]+)")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--million", type=int, default=256, help="parameters, in millions")
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count()}))
+    parser.add_argument("--kernel", type=pathlib.Path, default=HERE.parents[1] / "target/release/examples/adamw_speed")
+    args = parser.parse_args()
+    if not args.kernel.exists():
+        sys.exit(f"{args.kernel} is missing: cargo build --release -p kernels --example adamw_speed")
+    print(f"{'AdamW':34} {'threads':>7} {'G parameters/s':>14} {'GB/s':>6}")
+    for threads in args.threads:
+        ours = subprocess.run(
+            [args.kernel, str(args.million)], env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=True
+        )
+        best = {}
+        for master, _, found, rate in OURS.findall(ours.stdout):
+            if int(found) == threads:
+                best[master] = max(best.get(master, 0.0), float(rate))
+        for master, rate in best.items():
+            show({"SplitBf16": "this project, bf16 with master", "Fp32": "this project, fp32"}[master], threads, rate, {"SplitBf16": 26, "Fp32": 28}[master])
+        torch.set_num_threads(threads)
+        for name, words in KINDS.items():
+            show(f"torch.optim.AdamW, {name}", threads, rate_of(lambda params, words=words: torch.optim.AdamW(params, **words), args.million), 28)
+        if adam := cpu_adam():
+            show("DeepSpeed, DeepSpeedCPUAdam", threads, rate_of(adam, args.million), 28)
+
+
+def cpu_adam():
+    """Makes DeepSpeed's optimizer, which compiles itself; None where it is not installed or does not compile."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(8))])
+    except Exception as error:
+        print(f"no DeepSpeedCPUAdam: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
+        return None
+    return DeepSpeedCPUAdam
+
+
+def rate_of(make, million):
+    """G parameters a second of the best pass."""
+    params = [torch.nn.Parameter(torch.randn(PARAM_ELEMS)) for _ in range(max(1, million * 1_000_000 // PARAM_ELEMS))]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer, best = make(params), float("inf")
+    for _ in range(1 + PASSES):
+        began = time.perf_counter()
+        optimizer.step()
+        best = min(best, time.perf_counter() - began)
+    return len(params) * PARAM_ELEMS / best / 1e9
+
+
+def show(name, threads, rate, bytes_each):
+    print(f"{name:34} {threads:7} {rate:14.2f} {rate * bytes_each:6.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
