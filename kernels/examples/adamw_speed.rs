@@ -1,6 +1,7 @@
 //! Measures the optimizer step on this machine, by instruction set and thread count.
 //!
-//! `cargo run --release -p kernels --example adamw_speed [million elements]`
+//! `cargo run --release -p kernels --example adamw_speed [million elements [TEXT]]`; with TEXT only formats whose name contains it, such as `AdamW`,
+//! with the best instruction set
 //!
 //! Each thread steps tiles of its own. A row is the best of several passes over tiles that together exceed every cache. GB/s counts the bytes that
 //! must move, each read once and written once, as the module `adamw` lists them per parameter. `sum_squares` is a reader only, for comparison.
@@ -63,9 +64,22 @@ fn main() {
             moments,
         })
     });
+    let wanted = std::env::args().nth(2);
+    let sets = InstructionSet::ALL.into_iter();
+    let sets: Vec<InstructionSet> = match wanted {
+        Some(_) => vec![InstructionSet::best()],
+        None => sets.collect(),
+    };
     for format in formats {
+        let name = format!(
+            "{:?} {:?}, {:?}",
+            format.rule, format.master, format.moments
+        );
+        if wanted.as_ref().is_some_and(|text| !name.contains(text)) {
+            continue;
+        }
         let mut tiles: Vec<Buffers> = (0..tile_count).map(|_| Buffers::new(format)).collect();
-        for set in InstructionSet::ALL {
+        for &set in &sets {
             if !set.available() {
                 println!("skipped {set:?}: this processor has none");
                 continue;
@@ -77,10 +91,7 @@ fn main() {
                         .for_each(|tile| tile.step(set, pass + 1));
                 });
                 report(
-                    &format!(
-                        "{:?} {:?}, {:?}",
-                        format.rule, format.master, format.moments
-                    ),
+                    &name,
                     set,
                     thread_count,
                     tile_count,
@@ -89,7 +100,7 @@ fn main() {
                 );
             }
         }
-        if format != format.master.into() {
+        if format != format.master.into() || wanted.is_some() {
             continue;
         }
         let grad_type = format.master.grad_type();

@@ -3,8 +3,7 @@
 
     trainer/bench/cpu_adamw.py [--million 256] [--threads 1 2] [--kernel target/release/examples/adamw_speed]
 
-All have fp32 moments. torch's and DeepSpeed's have fp32 weights and gradients and move 28 bytes a parameter; the kernel has the trainer's format too:
-bf16 weights and gradients with a split fp32 master, 26 bytes a parameter. Needs `cargo build --release -p kernels --example adamw_speed`. A row is the
+torch's and DeepSpeed's have fp32 weights, gradients and moments and move 28 bytes a parameter; the kernel also has the trainer's formats. Needs `cargo build --release -p kernels --example adamw_speed`. A row is the
 best of some passes over parameters that together exceed every cache.
 """
 
@@ -23,7 +22,14 @@ PASSES = 5
 # Elements of a parameter: one matrix of a block of a model of 7 G parameters.
 PARAM_ELEMS = 16 << 20
 KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-OURS = re.compile(r"AdamW (SplitBf16|Fp32), Fp32 +(Avx2|Avx512|Scalar) +(\d+) +([\d.]+)")
+# What the kernel calls its formats, what they are, and bytes that a parameter moves.
+FORMATS = {
+    "Fp32, Fp32": ("fp32", 28),
+    "SplitBf16, Fp32": ("bf16, fp32 master", 26),
+    "SplitBf16, Bf16": ("bf16, fp32 master, bf16 moments", 18),
+    "Bf16, Bf16": ("bf16, no master, bf16 moments", 14),
+}
+OURS = re.compile(r"AdamW (\w+, \w+) +\w+ +(\d+) +([\d.]+)")
 
 
 def main():
@@ -34,17 +40,13 @@ def main():
     args = parser.parse_args()
     if not args.kernel.exists():
         sys.exit(f"{args.kernel} is missing: cargo build --release -p kernels --example adamw_speed")
-    print(f"{'AdamW':34} {'threads':>7} {'G parameters/s':>14} {'GB/s':>6}")
+    ours = subprocess.run([args.kernel, str(args.million), "AdamW"], capture_output=True, text=True, check=True)
+    rates = {(kind, int(threads)): float(rate) for kind, threads, rate in OURS.findall(ours.stdout)}
+    print(f"{'AdamW':40} {'threads':>7} {'G parameters/s':>14} {'GB/s':>6}")
     for threads in args.threads:
-        ours = subprocess.run(
-            [args.kernel, str(args.million)], env={**os.environ, "RAYON_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=True
-        )
-        best = {}
-        for master, _, found, rate in OURS.findall(ours.stdout):
-            if int(found) == threads:
-                best[master] = max(best.get(master, 0.0), float(rate))
-        for master, rate in best.items():
-            show({"SplitBf16": "this project, bf16 with master", "Fp32": "this project, fp32"}[master], threads, rate, {"SplitBf16": 26, "Fp32": 28}[master])
+        for kind, (name, bytes_each) in FORMATS.items():
+            if (kind, threads) in rates:
+                show(f"this project, {name}", threads, rates[kind, threads], bytes_each)
         torch.set_num_threads(threads)
         for name, words in KINDS.items():
             show(f"torch.optim.AdamW, {name}", threads, rate_of(lambda params, words=words: torch.optim.AdamW(params, **words), args.million), 28)
@@ -78,7 +80,7 @@ def rate_of(make, million):
 
 
 def show(name, threads, rate, bytes_each):
-    print(f"{name:34} {threads:7} {rate:14.2f} {rate * bytes_each:6.1f}", flush=True)
+    print(f"{name:40} {threads:7} {rate:14.2f} {rate * bytes_each:6.1f}", flush=True)
 
 
 if __name__ == "__main__":
