@@ -452,8 +452,8 @@ impl GpuMover {
         let stream = memory::torch_stream(&self.gpu, stream);
         let left = py.detach(|| stream.record()).map_err(gpu_failed)?;
         let left = Upload::Enqueued(Arc::new(left));
-        let board = &self.mover().board;
-        board.change(|progress| drop(progress.uploads.insert(unit, left)));
+        let shared = &self.mover().shared;
+        shared.change(|progress| drop(progress.uploads.insert(unit, left)));
         Ok(())
     }
 
