@@ -24,7 +24,7 @@ const NORM_THREADS_MAX: usize = 512;
 const NORM_CHUNKS: [usize; 2] = [4, 2];
 /// Most parts into which rows are cut when a weight's gradient is summed over them: enough blocks for any GPU, while
 /// the parts (fp32) stay small beside the rows.
-const NORM_PARTS_MAX: usize = 640;
+const NORM_PARTS_MAX: usize = 768;
 /// Threads for a row of logits: 8 passes over a vocabulary of 32,000.
 const LOSS_THREADS: usize = 512;
 /// Bytes of the widest access.

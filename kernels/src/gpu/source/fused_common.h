@@ -65,8 +65,8 @@ DEVICE void store(typename Type::Stored *to, const float (&from)[N]) {
 }
 
 // The sum over the block, for every thread, in a fixed order. The block has whole warps, at most 32; `scratch` has an
-// element for each warp and may be reused after the next barrier.
-DEVICE float block_sum_once(float x, float *scratch) {
+// element for each warp and may be reused at once.
+DEVICE float block_sum(float x, float *scratch) {
     for (u32 mask = WARP_LANES / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     u32 warps = block_threads_x() / WARP_LANES;
     if (warps == 1) return x;
@@ -74,13 +74,7 @@ DEVICE float block_sum_once(float x, float *scratch) {
     block_barrier();
     float sum = 0.0f;
     for (u32 warp = 0; warp < warps; warp++) sum += scratch[warp];
-    return sum;
-}
-
-// Likewise; `scratch` may be reused at once.
-DEVICE float block_sum(float x, float *scratch) {
-    float sum = block_sum_once(x, scratch);
-    if (block_threads_x() > WARP_LANES) block_barrier();
+    block_barrier();
     return sum;
 }
 

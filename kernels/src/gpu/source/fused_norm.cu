@@ -78,8 +78,7 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
                               const typename Type::Stored *weight, const float *scale,
                               const typename Type::Stored *beside, typename Type::Stored *grad_x, float *parts,
                               u32 rows, u32 rows_each, u32 columns) {
-    // In turn: a barrier of the next row lies before each is written again.
-    __shared__ float scratch[2][32];
+    __shared__ float scratch[32];
     u32 first = thread_x() * N, stride = block_threads_x() * N;
     float *part = parts + (u64)block_x() * columns;
     Chunk<Type, N> weights[KEPT_BACKWARD];
@@ -96,33 +95,18 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
     }
     u32 start = block_x() * rows_each;
     u32 end = start + rows_each < rows ? start + rows_each : rows;
-    Chunk<Type, N> next_g[KEPT_BACKWARD], next_v[KEPT_BACKWARD], next_b[KEPT_BACKWARD];
-    float next_scale = 0.0f;
-    auto load_row = [&](u32 r) {
-        u64 row = (u64)r * columns;
-        next_scale = scale[r];
-#pragma unroll
-        for (int k = 0; k < KEPT_BACKWARD; k++) {
-            u32 c = first + k * stride;
-            if (c >= columns) continue;
-            next_g[k] = chunk_at<Type, N>(grad + row + c);
-            next_v[k] = chunk_at<Type, N>(x + row + c);
-            if (beside) next_b[k] = chunk_at<Type, N>(beside + row + c);
-        }
-    };
-    if (start < end) load_row(start);
     for (u32 r = start; r < end; r++) {
         u64 row = (u64)r * columns;
         Chunk<Type, N> g[KEPT_BACKWARD], v[KEPT_BACKWARD], b[KEPT_BACKWARD];
 #pragma unroll
         for (int k = 0; k < KEPT_BACKWARD; k++) {
-            g[k] = next_g[k];
-            v[k] = next_v[k];
-            b[k] = next_b[k];
+            u32 c = first + k * stride;
+            if (c >= columns) continue;
+            g[k] = chunk_at<Type, N>(grad + row + c);
+            v[k] = chunk_at<Type, N>(x + row + c);
+            if (beside) b[k] = chunk_at<Type, N>(beside + row + c);
         }
-        float s = next_scale;
-        // Under way while this row's sum is added up.
-        if (r + 1 < end) load_row(r + 1);
+        float s = scale[r];
         float along = 0.0f;
 #pragma unroll
         for (int k = 0; k < KEPT_BACKWARD; k++) {
@@ -144,7 +128,7 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
                 part[c + i] += g[i] * rounded<Type>(v[i] * s);
             }
         }
-        along = div_f32(block_sum_once(along, scratch[r % 2]) * s * s * s, (float)columns);
+        along = div_f32(block_sum(along, scratch) * s * s * s, (float)columns);
 #pragma unroll
         for (int k = 0; k < KEPT_BACKWARD; k++) {
             u32 c = first + k * stride;
