@@ -106,6 +106,7 @@ check: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	trainer/bench/readme.py
 	.ci/cycles.py
 	.ci/ruff.sh
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
@@ -115,6 +116,7 @@ test: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	trainer/bench/readme.py
 	.ci/cycles.py
 	.ci/ruff.sh
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py`, `.ci/links.py`
-and `.ci/words.py`, and of the pictures of results."""
+and `.ci/words.py`, of the pictures of results, and of the figures in README.md."""
 
 import contextlib
 import io
@@ -396,6 +396,49 @@ class Picture(unittest.TestCase):
         import picture
 
         self.assertEqual(picture.OUT.read_text(), picture.current(), "run `make docs`")
+
+
+class Figures(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        sys.path.insert(0, str(HERE.parent / "trainer/bench"))
+        import readme
+
+        cls.readme, cls.stored = readme, readme.stored()
+
+    def faults(self, *, readme=None, results=None, benchmarks=None, sources=None):
+        given = (readme, results, benchmarks, sources)
+        return self.readme.faults(*(kept if one is None else one for one, kept in zip(given, (*self.stored, self.readme.SOURCES))))
+
+    def test_every_figure_of_the_readme_was_measured(self):
+        self.assertEqual(self.faults(), [])
+
+    def test_a_figure_that_is_changed_added_or_left_out_by_hand_is_named(self):
+        page = self.stored[0]
+        begin = page.index("| where the state is |")
+        end = page.index("\n\n", begin)
+        changed = 0
+        for line in page[begin:end].splitlines()[2:]:
+            label, cells = line[1:].split("|", 1)
+            for match in re.finditer(r"(?<![\w.-])\d+(\.\d+)?(?![\w.])", cells):
+                for other in (str(int(match[0].replace(".", "")) + 7), match[0] + " to 999", ""):
+                    text = f"|{label}|{cells[: match.start()]}{other}{cells[match.end() :]}"
+                    found = self.faults(readme=page.replace(line, text))
+                    self.assertEqual(len(found), 1, text)
+                    self.assertIn(f'README.md, "{label.strip()}"', found[0])
+                changed += 1
+        self.assertEqual(changed, sum(len(cell) for row in self.readme.SOURCES.values() for cell in row))
+
+    def test_a_source_that_is_gone_is_named(self):
+        readme, results, benchmarks = self.stored
+        for found, names in (
+            (self.faults(results=[row for row in results if row["row"] != "nvme1"]), ["results.json has no row `nvme1`"]),
+            (self.faults(benchmarks=benchmarks.replace("### Many tokens a step", "### Many")), ['0 rows "host memory | 262 k" below "Many tokens a step"']),
+            (self.faults(readme=readme.replace("| one drive |", "| a drive |")), ["no row of SOURCES", 'no row "one drive"']),
+        ):
+            self.assertEqual(len(found), len(names), found)
+            for one, name in zip(found, names):
+                self.assertIn(name, one)
 
 
 class Chart(unittest.TestCase):

@@ -70,7 +70,7 @@ def main():
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
-            "staging_bytes": a.staging // ranks,
+            **({"staging_bytes": a.staging // ranks} if a.staging else {}),
             **({"program": a.program} if a.program else {}),
         },
     }

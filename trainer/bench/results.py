@@ -1,10 +1,15 @@
 """results.json, one object a row, and RESULTS.md, the table made of it."""
 
+import functools
 import json
 import pathlib
 import subprocess
+import sys
 
 import rows
+
+# Of the kernel, with any AMD GPU that computes.
+AMD_DRIVER = pathlib.Path("/dev/kfd")
 
 COLUMNS = [
     "row",
@@ -93,10 +98,19 @@ def hardware():
     return f"{many}{cores} cores ({cpu})"
 
 
+@functools.cache
 def gpus():
-    """Names of the GPUs."""
+    """Names of the GPUs: nvidia-smi's, else torch's where AMD's driver is."""
+    names = lines_said_by("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    if names or not AMD_DRIVER.exists():
+        return names
+    return lines_said_by(sys.executable, "-c", "import torch\nfor index in range(torch.cuda.device_count()): print(torch.cuda.get_device_name(index))")
+
+
+def lines_said_by(*command):
+    """What a program prints; nothing without it, or when it fails."""
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
     return done.stdout.strip().splitlines() if done.returncode == 0 else []

@@ -13,6 +13,9 @@ END_WAIT_S = 15.0
 # A sample walks page tables and holds a lock the process may want: at most this share of the time.
 SAMPLE_SHARE = 0.1
 
+# Where AMD's driver says how much memory of a GPU is in use.
+DRM = pathlib.Path("/sys/class/drm")
+
 
 class Watched:
     """What a child said and took. `first_step_s` is the time from its start until `first_line` had its first line."""
@@ -149,9 +152,11 @@ def pss_bytes(pid):
 
 
 def gpu_bytes():
-    """In use on all GPUs together; 0 without one."""
+    """In use on all GPUs together, as nvidia-smi and AMD's driver say; 0 without one. A machine may have both, one of them in its processor."""
+    amd = {path.resolve() for path in DRM.glob("card*/device/mem_info_vram_used")}
+    amd_bytes = sum(int(path.read_text()) for path in amd)
     try:
         done = subprocess.run(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        return 0
-    return sum(int(line) << 20 for line in done.stdout.split() if line.isdigit())
+        return amd_bytes
+    return amd_bytes + sum(int(line) << 20 for line in done.stdout.split() if line.isdigit())
