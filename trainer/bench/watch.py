@@ -24,21 +24,11 @@ class Watched:
         self.status, self.timed_out, self.said = None, False, ""
         self.host_bytes, self.gpu_bytes, self.first_line_at = 0, 0, None
 
-    def see_host(self, child):
-        """Returns what looks how much host memory the session takes now."""
+    def sample_host(self, session):
+        self.host_bytes = max(self.host_bytes, sum(map(pss_bytes, members(session))))
 
-        def look():
-            self.host_bytes = max(self.host_bytes, sum(map(pss_bytes, members(child.pid))))
-
-        return look
-
-    def see_gpu(self, before):
-        """Returns what looks how much GPU memory is in use now, beyond `before`."""
-
-        def look():
-            self.gpu_bytes = max(self.gpu_bytes, gpu_bytes() - before)
-
-        return look
+    def sample_gpu(self, before):
+        self.gpu_bytes = max(self.gpu_bytes, gpu_bytes() - before)
 
 
 def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
@@ -52,7 +42,8 @@ def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
             [str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env, start_new_session=True
         )
         try:
-            samplers = [threading.Thread(target=sample, args=(child, one), daemon=True) for one in (watched.see_host(child), watched.see_gpu(gpu_before))]
+            samples = (watched.sample_host, child.pid), (watched.sample_gpu, gpu_before)
+            samplers = [threading.Thread(target=repeat, args=(child, *one), daemon=True) for one in samples]
             for sampler in samplers:
                 sampler.start()
             while child.poll() is None:
@@ -60,8 +51,8 @@ def run(command, *, log, timeout_s, env=None, first_line=None, enough=None):
                     watched.first_line_at = time.monotonic() - began
                 if enough and has_line(*enough):
                     # The samplers may have been slow, and it takes the most now.
-                    watched.see_host(child)()
-                    watched.see_gpu(gpu_before)()
+                    watched.sample_host(child.pid)
+                    watched.sample_gpu(gpu_before)
                     send(child.pid, signal.SIGKILL)
                     break
                 if time.monotonic() - began > timeout_s:
@@ -129,11 +120,11 @@ def members(session):
     return found
 
 
-def sample(child, look):
-    """Looks about once a second, less often where a look takes long: that of 200 GB of host memory takes seconds."""
+def repeat(child, sample, argument):
+    """Samples about once a second, less often where a sample takes long: that of 200 GB of host memory takes seconds."""
     while child.poll() is None:
         since = time.monotonic()
-        look()
+        sample(argument)
         took = time.monotonic() - since
         until = time.monotonic() + max(1.0, took / SAMPLE_SHARE)
         while child.poll() is None and time.monotonic() < until:
