@@ -22,8 +22,8 @@ GPU = "NVIDIA H200"
 # row in results.json, or a heading of docs/benchmarks.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
-        ["resident", "resident", ("Attention", "8 x 2,048 | cuDNN's |")],
-        ["pytorch-compiled-kept", "pytorch-compiled"],
+        [("Where a step's time goes", "offloadd, 1.345 G")],
+        [("Where a step's time goes", "PyTorch compiled, activations kept (`plain"), "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
     "host memory, nothing kept on the GPU": [
@@ -33,6 +33,7 @@ SOURCES = {
     ],
     "60 %; 90 %": [[("A part of the state in GPU memory", "0.6 |"), ("A part of the state in GPU memory", "0.9 of it")], [], []],
     "host memory, 262 k": [[("Many tokens a step", "host memory | 262 k")], [], []],
+    "32.8 billion parameters": [[("32.8 billion parameters on one GPU", "64 k")], [], []],
     "one drive": [["nvme1"], [], ["deepspeed-nvme1"]],
     "four drives": [["nvme4", "nvme4"], [], ["deepspeed-nvme4"]],
 }
