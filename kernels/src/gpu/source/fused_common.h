@@ -1,7 +1,7 @@
 // Shared by the fused kernels: elements of either kind as fp32, sums over a block, exp and log.
 //
-// exp and log are written here because clang for AMD has them only in a library of ROCm, and so that both vendors get
-// the same bits.
+// exp and log in fp32 are written here because clang for AMD has them only in a library of ROCm, and so that both vendors
+// get the same bits. Results in bf16 come from each vendor's own instructions.
 
 DEVICE float exp_f32(float x);
 
