@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import signal
@@ -37,8 +38,12 @@ CONFIGS = {
         lambda: T.MixtralConfig(**SIZES, intermediate_size=16, num_local_experts=6, num_experts_per_tok=3, output_router_logits=True),
     ),
     # With biases, and weights that are transposed.
-    "gpt-oss": (T.GptOssForCausalLM, lambda: T.GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=8, num_experts_per_tok=2)),
+    "gpt-oss": (T.GptOssForCausalLM, lambda: T.GptOssConfig(**SIZES, intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)),
+    # Rows of experts that end in the middle of a processor's vectors.
+    "narrow gpt-oss": (T.GptOssForCausalLM, lambda: T.GptOssConfig(**SIZES, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2)),
 }
+# What holds one expert and not two, of models whose experts need more than 6,700 bytes.
+ONE_EXPERT = {"gpt-oss": 26_000, "narrow gpt-oss": 10_000}
 # Two experts a group.
 BYTES_MAX = 13_000
 
@@ -71,28 +76,48 @@ def joined(gradients):
 
 
 CASES = [("qwen3", "eager", None), ("qwen3", "grouped_mm", "not reentrant"), ("mixtral", "grouped_mm", "reentrant"), ("mixtral", "eager", None)]
-CASES += [("gpt-oss", "eager", "not reentrant"), ("gpt-oss", "grouped_mm", None)]
+CASES += [("gpt-oss", "eager", "not reentrant"), ("gpt-oss", "grouped_mm", None), ("narrow gpt-oss", "grouped_mm", None)]
 ALL = [(name, how, kind) for name in CONFIGS for how in ("eager", "grouped_mm") for kind in (None, "reentrant", "not reentrant")]
+
+
+def rows_keep_their_bits(experts):
+    """Whether this processor gives rows the same bits in a tensor that ends behind them. PyTorch computes the exponential of the last numbers of a tensor,
+    which do not fill two vectors, by another function than that of the others."""
+
+    def gate(rows):
+        rows = rows.clone().requires_grad_()
+        made = experts._apply_gate(rows)
+        made.sum().backward()
+        return torch.cat([made.detach(), rows.grad], 1)
+
+    rows = torch.randn(48, experts.gate_up_proj.shape[2 if experts.is_transposed else 1])
+    whole = gate(rows)
+    return all(torch.equal(gate(rows[:count]), whole[:count]) for count in range(1, len(rows)))
 
 
 @pytest.mark.parametrize("name, how, checkpointing", ALL if ALL_CASES else CASES)
 def test_groups_of_packed_experts_have_plain_pytorchs_bits(name, how, checkpointing):
     plain, ours = make(name, how, checkpointing), make(name, how, checkpointing)
-    # One expert a group.
-    offloaded = Offloaded(ours, unit_bytes_max=6_700)
+    bytes_max = ONE_EXPERT.get(name, 6_700)
+    # The eager forward calls each expert with the tensor that it has without groups.
+    exact = how == "eager" or rows_keep_their_bits(plain.model.layers[0].mlp.experts)
+    assert exact or name == "narrow gpt-oss"
+    compare = torch.equal if exact else functools.partial(torch.allclose, rtol=0, atol=2e-7)
+    offloaded = Offloaded(ours, unit_bytes_max=bytes_max)
     groups = [unit for unit in offloaded.engine.gathering.units if unit.apart]
-    assert len(groups) == 2 * (6 if name == "mixtral" else 8) and all(unit.bytes <= 6_700 for unit in groups)
+    assert len(groups) == 2 * (6 if name == "mixtral" else 8) and all(unit.bytes <= bytes_max for unit in groups)
     for number, step in enumerate((0, 0, 1)):
         batch, announced = text(step), offloaded.core.announcements
         plain.zero_grad()
         expected = plain(**batch).loss
         expected.backward()
         loss = ours(**batch).loss
-        assert torch.equal(loss, expected)
+        # The mean of losses of about 5.
+        assert torch.equal(loss, expected) if exact else abs(loss - expected) < 1e-6
         loss.backward()
         assert not offloaded.live(), "a unit stays after backward"
         assert offloaded.core.announcements == announced + 1 or number != 1, "the second pass is as the first one"
-        assert not same_gradients(plain, joined(offloaded.take_gradients()))
+        assert not same_gradients(plain, joined(offloaded.take_gradients()), compare)
     # What is in no block, a block without experts, and a group; with checkpoints three more at most.
     assert offloaded.core.here_max <= (6 if checkpointing else 3)
     brought = sum(not gradients and offloaded.engine.gathering.units[unit].apart for gradients, unit in offloaded.core.done)

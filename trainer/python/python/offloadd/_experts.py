@@ -28,7 +28,8 @@ from ._packed import users_of
 from ._released import AS_TENSORS, BACKWARD, BEFORE, ITSELF, REPLACES, on_copies
 from ._units import BLOCKS_MIN, Unit, blocks_of
 
-# Of the functions that compute packed experts; grouped ones have the same bits for a group of experts as for all.
+# Of the functions that compute packed experts. Products of grouped ones have the same bits for a group of experts as for all. So has their gate, except
+# that PyTorch on a CPU computes exponentials at the end of a tensor, where numbers do not fill its vectors, by another function.
 _EAGER, _GROUPED = "eager", ("grouped_mm", "batched_mm")
 
 # Bodies of the eager forwards that compute as `Group.eager` does, by `_digest`: transformers' common one in its two spellings, and those of MuseSpark, GptOss
