@@ -64,6 +64,7 @@ impl HfModel {
             Ok(())
         })?;
         let mut inline = common_names(architecture, inline)?;
+        rope::check_inline(&inline)?;
         check_keys(architecture, &mut inline, |key| {
             Err(ConfigError::NotOfThisModel {
                 key: key.into(),

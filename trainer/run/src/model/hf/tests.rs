@@ -160,12 +160,16 @@ fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
     assert_eq!((plain.rope_theta, plain.rope_scaling), (5.0, None));
     for (extra, key) in [
         (
-            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            json!({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}),
             "rope_scaling.rope_type",
         ),
         (
-            json!({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+            json!({"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}),
             "rope_parameters.rope_type",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 2.0}}),
+            "rope_scaling.alpha",
         ),
         (
             json!({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}),
@@ -178,6 +182,66 @@ fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
     ] {
         assert_eq!(refused(sizes("llama"), extra).0, key);
     }
+}
+
+/// [`tables_of_published_models_are_those_of_transformers`](../../../../torch/src/compute/positions.rs) compares the numbers.
+#[test]
+fn constants_of_yarn_out_of_range_are_refused_by_name() {
+    let yarn = |extra: Value| {
+        let mut scaling =
+            json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+        scaling
+            .as_object_mut()
+            .unwrap()
+            .extend(extra.as_object().unwrap().clone());
+        with(sizes("qwen2"), json!({"rope_scaling": scaling}))
+    };
+    yarn(json!({})).unwrap();
+    for (extra, part) in [
+        (json!({"factor": -1.0}), "rope_scaling.factor = -1 "),
+        (
+            json!({"factor": "4"}),
+            "rope_scaling.factor = \"4\": expected a number",
+        ),
+        (
+            json!({"attention_factor": 0.0}),
+            "rope_scaling.attention_factor = 0 ",
+        ),
+        (
+            json!({"mscale": -9.0, "mscale_all_dim": 1.0}),
+            "rope_scaling.attention_factor = -",
+        ),
+        (
+            json!({"beta_fast": 1.0, "beta_slow": 2.0}),
+            "rope_scaling.beta_fast - beta_slow = -1 ",
+        ),
+        (json!({"beta_slow": -1.0}), "rope_scaling.beta_slow = -1 "),
+        (
+            json!({"truncate": 1}),
+            "rope_scaling.truncate = 1: expected true or false",
+        ),
+        (
+            json!({"original_max_position_embeddings": 0}),
+            "rope_scaling.original_max_position_embeddings = 0 ",
+        ),
+        (
+            json!({"short_factor": [1.0]}),
+            "rope_scaling.short_factor = [1.0] is not supported",
+        ),
+    ] {
+        let text = yarn(extra).unwrap_err().to_string();
+        assert!(text.contains(part), "{text}");
+    }
+    let Value::Object(inline) = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    else {
+        unreachable!()
+    };
+    let file = parse(&sizes("llama").to_string()).unwrap();
+    let text = HfModel::read(Some(file), inline).unwrap_err().to_string();
+    assert!(
+        text.contains("rope_scaling.original_max_position_embeddings = nothing"),
+        "{text}"
+    );
 }
 
 #[test]
