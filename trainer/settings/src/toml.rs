@@ -371,8 +371,9 @@ keys! {
         #[default("the architecture's")]
         #[example("0.02")]
         pub initializer_range: Option<f64>,
-        /// Longest sequence that the model accepts.
-        #[default("2048, or train.seq_len if that is larger")]
+        /// Longest sequence that the model accepts. A value above that of the model's config.json raises it;
+        /// rope_scaling brings the positions into the range that the weights know.
+        #[default("that of config.json; without one 2048, or train.seq_len if that is larger")]
         #[example("4096")]
         pub max_position_embeddings: Option<u64>,
         /// Whether the attention projections have biases.

@@ -112,6 +112,20 @@ impl RopeScaling {
         }
     }
 
+    /// Longest sequence that the scaling is for, if the model knew `before` positions without it.
+    pub(super) fn covered_len(&self, before: f64) -> f64 {
+        let before = match *self {
+            RopeScaling::Dynamic { .. } => return before,
+            RopeScaling::Linear { .. } => before,
+            RopeScaling::Llama3 {
+                original_max_position_embeddings: original,
+                ..
+            } => original,
+            RopeScaling::Yarn(yarn) => yarn.original_max_position_embeddings,
+        };
+        self.factor() * before
+    }
+
     /// Returns values that must be positive and finite, with their names. `theta` is the base of the wavelengths.
     pub(super) fn constants(&self, theta: f64) -> Vec<(&'static str, f64)> {
         const FACTOR: &str = "rope_scaling.factor";

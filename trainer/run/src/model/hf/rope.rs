@@ -4,7 +4,7 @@
 use serde_json::{Map, Value};
 
 use super::table::{ConfigTable, wrong_type};
-use crate::model::{ConfigError, RopeScaling, Yarn};
+use crate::model::{ConfigError, ModelConfig, RopeScaling, Yarn};
 
 const KINDS: &[&str] = &["default", "linear", "dynamic", "llama3", "yarn"];
 
@@ -75,18 +75,14 @@ fn has_original(kind: &Value) -> bool {
     kind == "llama3" || kind == "yarn"
 }
 
-/// Checks the scaling in inline keys, after [`flatten`].
-///
-/// # Errors
-/// It lacks the original length. Transformers would take `max_position_embeddings`, which was probably raised.
-pub(super) fn check_inline(values: &Map<String, Value>) -> Result<(), ConfigError> {
-    match values.get("rope_scaling") {
-        Some(Value::Object(scaling))
-            if has_original(&scaling["rope_type"]) && !scaling.contains_key(ORIGINAL) =>
-        {
-            Err(missing(ORIGINAL))
-        }
-        _ => Ok(()),
+/// Gives the scaling in a file, after [`flatten`], the original length that transformers takes if there is none: the file's
+/// `max_position_embeddings`, which inline keys may raise. Inline keys must have the original length.
+pub(super) fn complete(values: &mut Map<String, Value>, own_len: usize) {
+    if let Some(Value::Object(scaling)) = values.get_mut("rope_scaling")
+        && has_original(&scaling["rope_type"])
+        && scaling.get(ORIGINAL).is_none_or(Value::is_null)
+    {
+        scaling.insert(ORIGINAL.into(), own_len.into());
     }
 }
 
@@ -142,11 +138,6 @@ pub(super) fn scaling(table: &ConfigTable) -> Result<Option<RopeScaling>, Config
         return Ok(None);
     };
     let read = Scaling(scaling);
-    let original = || match read.optional(ORIGINAL)? {
-        // Default of transformers.
-        None => table.number("max_position_embeddings"),
-        Some(length) => Ok(length),
-    };
     Ok(Some(match scaling["rope_type"].as_str() {
         Some("linear") => RopeScaling::Linear {
             factor: read.number("factor")?,
@@ -158,10 +149,10 @@ pub(super) fn scaling(table: &ConfigTable) -> Result<Option<RopeScaling>, Config
             factor: read.number("factor")?,
             low_freq_factor: read.number("low_freq_factor")?,
             high_freq_factor: read.number("high_freq_factor")?,
-            original_max_position_embeddings: original()?,
+            original_max_position_embeddings: read.number(ORIGINAL)?,
         },
         Some("yarn") => {
-            let original = original()?;
+            let original = read.number(ORIGINAL)?;
             let factor = match scaling.get("factor") {
                 Some(Value::Null) => table.number("max_position_embeddings")? / original,
                 _ => read.number("factor")?,
@@ -170,6 +161,24 @@ pub(super) fn scaling(table: &ConfigTable) -> Result<Option<RopeScaling>, Config
         }
         _ => unreachable!("the type was checked"),
     }))
+}
+
+/// Longest sequence whose positions the weights of a file with the keys `own` know, of which `own_len` without the scaling of
+/// `config`.
+pub(super) fn covered_len(
+    own_len: usize,
+    own: &ConfigTable,
+    config: &ModelConfig,
+) -> Result<usize, ConfigError> {
+    let before = match scaling(own)? {
+        // The file's length is the scaled one.
+        Some(RopeScaling::Linear { factor }) => own_len as f64 / factor,
+        _ => own_len as f64,
+    };
+    let scaled = config
+        .rope_scaling
+        .map_or(0.0, |scaling| scaling.covered_len(before));
+    Ok(own_len.max(scaled.round() as usize))
 }
 
 /// The table `rope_scaling`.

@@ -244,6 +244,45 @@ fn constants_of_yarn_out_of_range_are_refused_by_name() {
     );
 }
 
+/// The plan warns of longer sequences.
+#[test]
+fn positions_that_the_weights_know_are_those_of_the_file_and_the_scaled_ones() {
+    let yarn = |factor: f64, original: u64| json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original});
+    let linear = |factor: f64| json!({"rope_type": "linear", "factor": factor});
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 100});
+    for (file, inline, covered) in [
+        (json!(null), json!(null), 1000),
+        (json!(null), yarn(4.0, 800), 3200),
+        (json!(null), yarn(1.0007, 1000), 1001),
+        (json!(null), yarn(4.0, 100), 1000),
+        (yarn(4.0, 1000), json!(null), 4000),
+        (json!({"type": "yarn", "factor": 2.0}), json!(null), 2000),
+        (yarn(4.0, 1000), yarn(8.0, 1000), 8000),
+        (llama3, json!(null), 1000),
+        (json!(null), linear(4.0), 4000),
+        (linear(4.0), json!(null), 1000),
+        (linear(4.0), linear(8.0), 2000),
+        (
+            json!(null),
+            json!({"rope_type": "dynamic", "factor": 4.0}),
+            1000,
+        ),
+    ] {
+        let mut table = parse(&sizes("llama").to_string()).unwrap();
+        table.insert("max_position_embeddings".into(), json!(1000));
+        table.insert("rope_scaling".into(), file.clone());
+        let mut given = Map::new();
+        given.insert("max_position_embeddings".into(), json!(100_000));
+        if !inline.is_null() {
+            given.insert("rope_scaling".into(), inline.clone());
+        }
+        let model = HfModel::read(Some(table), given).unwrap();
+        assert_eq!(model.covered_len, Some(covered), "{file}, {inline}");
+        assert_eq!(model.config.max_position_embeddings, 100_000);
+    }
+}
+
 #[test]
 fn gpt2_has_its_own_names_and_defaults() {
     let model = with(gpt2(), json!({})).unwrap();
