@@ -371,8 +371,9 @@ keys! {
         #[default("the architecture's")]
         #[example("0.02")]
         pub initializer_range: Option<f64>,
-        /// Longest sequence that the model accepts.
-        #[default("2048, or train.seq_len if that is larger")]
+        /// Longest sequence that the model accepts. A value above that of the model's config.json raises it;
+        /// rope_scaling brings the positions into the range that the weights know.
+        #[default("that of config.json; without one 2048, or train.seq_len if that is larger")]
         #[example("4096")]
         pub max_position_embeddings: Option<u64>,
         /// Whether the attention projections have biases.
@@ -439,7 +440,7 @@ keys! {
 
     /// `model.rope_scaling`: scaling of the rotary position embedding.
     pub struct RopeScalingToml {
-        /// Scaling method, under Hugging Face's name.
+        /// Scaling method, under Hugging Face's name: "linear", "dynamic", "llama3" or "yarn".
         #[default("none")]
         #[example("\"llama3\"")]
         pub rope_type: Option<String>,
@@ -457,9 +458,34 @@ keys! {
         #[example("4.0")]
         pub high_freq_factor: Option<f64>,
         /// Longest sequence that the model was first trained with.
-        #[default("required with rope_type = \"llama3\"")]
+        #[default("required with rope_type = \"llama3\" or \"yarn\"")]
         #[example("8192")]
         pub original_max_position_embeddings: Option<u64>,
+        /// YaRN: factor on cosines and sines.
+        #[default("1 + 0.1 ln(factor), unless both mscale keys are set")]
+        #[example("1.0")]
+        pub attention_factor: Option<f64>,
+        /// YaRN: pairs that rotate more often than this over the original window are not scaled.
+        #[default("32 with rope_type = \"yarn\"")]
+        #[example("32.0")]
+        pub beta_fast: Option<f64>,
+        /// YaRN: pairs that rotate less often than this over the original window are scaled by the full factor.
+        #[default("1 with rope_type = \"yarn\"")]
+        #[example("1.0")]
+        pub beta_slow: Option<f64>,
+        /// YaRN: with mscale_all_dim, attention_factor is 1 + 0.1 mscale ln(factor), divided by the same of
+        /// mscale_all_dim.
+        #[default("none")]
+        #[example("1.0")]
+        pub mscale: Option<f64>,
+        /// YaRN: see mscale.
+        #[default("none")]
+        #[example("1.0")]
+        pub mscale_all_dim: Option<f64>,
+        /// YaRN: whether the limits between scaled and other pairs are rounded to whole pairs.
+        #[default("true with rope_type = \"yarn\"")]
+        #[example("true")]
+        pub truncate: Option<bool>,
     }
 
     /// `data`: files or directories of text, how they are tokenized, and what is reserved for evaluation.

@@ -13,7 +13,8 @@ use trainer_torch::compute::{
 use training_run::computation::{ActivationCheckpointing, AttentionKernel};
 use training_run::data::IGNORED;
 use training_run::model::{
-    Architecture, Biases, Dropout, Dtype, ModelConfig, ParamLayout, ParamRole, Window, init,
+    Architecture, Biases, Dropout, Dtype, ModelConfig, ParamLayout, ParamRole, RopeScaling, Window,
+    Yarn, init,
 };
 
 /// Runs `test` in a process with cuBLAS's environment variable, if there is a GPU.
@@ -327,15 +328,28 @@ fn forms(dtype: Dtype) -> Vec<Case> {
         },
         ..of(Architecture::Llama)
     };
+    // Cosines and sines have a factor.
+    let yarn = Some(RopeScaling::Yarn(Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: 20.0,
+        attention_factor: Some(1.25),
+        beta_fast: 4.0,
+        beta_slow: 1.0,
+        mscale: None,
+        mscale_all_dim: None,
+        truncate: true,
+    }));
     let mistral = ModelConfig {
         sliding_window: Some(Window {
             tokens: 20,
             first_layer: 1,
         }),
+        rope_scaling: yarn,
         ..of(Architecture::Mistral)
     };
     let qwen3 = ModelConfig {
         head_dim: Some(64),
+        rope_scaling: yarn,
         ..of(Architecture::Qwen3)
     };
     let some = Dropout {

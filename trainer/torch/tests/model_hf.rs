@@ -297,7 +297,7 @@ fn packed_documents_of_every_family_match_the_library() {
         "gpt2",
         "llama",
         "llama3",
-        "llama_linear",
+        "llama_yarn",
         "mistral",
         "qwen2",
         "qwen3",
@@ -319,7 +319,7 @@ fn llama_matches_the_library() {
 #[test]
 fn llama_with_scaled_positions_and_biases_matches_the_library() {
     ten_steps_match_the_library("llama3");
-    ten_steps_match_the_library("llama_linear");
+    ten_steps_match_the_library("llama_yarn");
 }
 
 #[test]

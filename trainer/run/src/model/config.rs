@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Architecture, Biases, Mlp, Norm, Positions};
+use super::{Architecture, Biases, Mlp, Norm, Positions, RopeScaling};
 
 /// A model: architecture, sizes and constants. Serialized with the keys of Hugging Face's `config.json`. Keys
 /// that were added after Llama are omitted if they have Llama's value, so that runs of earlier versions can
@@ -62,30 +62,6 @@ pub struct ModelConfig {
     /// Token whose row of the embedding is not trained, as in PyTorch's `Embedding(padding_idx)`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_token_id: Option<usize>,
-}
-
-/// Scaling of the rotary embedding's wavelengths.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "rope_type", rename_all = "lowercase")]
-pub enum RopeScaling {
-    /// All by the same factor.
-    Linear {
-        /// Factor on the wavelengths.
-        factor: f64,
-    },
-    /// Llama 3.1's scaling: long wavelengths by the factor, short ones not at all, those in between
-    /// interpolated.
-    Llama3 {
-        /// Largest factor on a wavelength.
-        factor: f64,
-        /// Wavelengths above `original_max_position_embeddings` divided by this are scaled by the whole
-        /// factor.
-        low_freq_factor: f64,
-        /// Wavelengths below `original_max_position_embeddings` divided by this are not scaled.
-        high_freq_factor: f64,
-        /// Length of sequences that the model was first trained with.
-        original_max_position_embeddings: f64,
-    },
 }
 
 /// Sliding window: each token sees itself and the `tokens - 1` before it.
@@ -285,26 +261,8 @@ impl ModelConfig {
             ("rms_norm_eps", self.norm_eps),
             ("initializer_range", self.initializer_range),
         ];
-        match self.rope_scaling {
-            None => {}
-            Some(RopeScaling::Linear { factor }) => constants.push(("rope_scaling.factor", factor)),
-            Some(RopeScaling::Llama3 {
-                factor,
-                low_freq_factor: low,
-                high_freq_factor: high,
-                original_max_position_embeddings: original,
-            }) => constants.extend([
-                ("rope_scaling.factor", factor),
-                ("rope_scaling.low_freq_factor", low),
-                ("rope_scaling.high_freq_factor", high),
-                ("rope_scaling.original_max_position_embeddings", original),
-                // Wavelengths between the two limits are interpolated.
-                (
-                    "rope_scaling.high_freq_factor - low_freq_factor",
-                    high - low,
-                ),
-            ]),
-        }
+        let scaling = self.rope_scaling.iter();
+        constants.extend(scaling.flat_map(|scaling| scaling.constants(self.rope_theta)));
         let wrong = |value: &f64| !(value.is_finite() && *value > 0.0);
         match constants.into_iter().find(|(_, value)| wrong(value)) {
             Some((key, value)) => Err(ConfigError::Constant { key, value }),

@@ -9,6 +9,7 @@
 //!   architecture.rs   the architectures: form of blocks; what encoders (BERT, RoBERTa, T5) would need
 //!   hf/               config.json
 //!   config.rs         sizes and constants, checked
+//!   rope.rs           scaling of the rotary embedding
 //!   param_role.rs, layout.rs, names.rs   parameters: role, position in a buffer, place in a checkpoint
 //!   init.rs           initial weights
 //! ```
@@ -22,14 +23,16 @@ pub mod init;
 mod layout;
 pub mod names;
 mod param_role;
+mod rope;
 
 pub use architecture::{Architecture, Biases, Form, Mlp, Norm, Positions};
-pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
+pub use config::{ConfigError, ModelConfig, Window};
 pub use dropout::Dropout;
 pub use dtype::Dtype;
 pub use hf::{HfModel, config_json, parse};
 pub use layout::{ALIGN_ELEMS, InitialValue, ParamLayout, UnitLayout, adjacent, unit_layouts};
 pub use param_role::ParamRole;
+pub use rope::{RopeScaling, Yarn};
 
 /// Vocabulary size of a model that is trained on bytes.
 pub const BYTE_VOCAB_SIZE: u64 = 256;

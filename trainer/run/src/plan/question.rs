@@ -43,7 +43,7 @@ pub enum QuestionError {
     #[error("{}: {source}", path.display())]
     Config { path: PathBuf, source: ConfigError },
     #[error(
-        "--seq-len {seq_len} is more than the model's max_position_embeddings = {max}: use a lower one"
+        "--seq-len {seq_len} is more than the model's max_position_embeddings = {max}: use a lower one, or a run file that raises it (docs/training.md#longer-sequences)"
     )]
     TooLong { seq_len: u64, max: usize },
     #[error(transparent)]

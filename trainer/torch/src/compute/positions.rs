@@ -1,12 +1,10 @@
 //! Rotary position embedding: rotates query and key by angles that depend on their position.
 
-use std::f64::consts::TAU;
-
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
 use super::linear::at_least_fp32;
-use training_run::model::{ModelConfig, RopeScaling};
+use training_run::model::ModelConfig;
 
 /// Cosines and sines of each position's angles, [seq_len, head_dim], in the model's kind; or of each token's,
 /// [micro_batch, seq_len, head_dim].
@@ -18,30 +16,24 @@ pub(super) struct Rotary {
 impl Rotary {
     /// Computes the angles `position * frequency` of all pairs in fp32 (fp64 for an fp64 model), repeated for
     /// both halves: pair i is the elements i and i + head_dim / 2. Its frequency is `theta^(-2i / head_dim)`,
-    /// or less if the model scales it.
+    /// or less if the model scales it. The model's factor multiplies both tables, so a rotation and its transpose,
+    /// which backward needs, have it too.
     pub(super) fn new(
         config: &ModelConfig,
         seq_len: usize,
         kind: Kind,
     ) -> Result<Self, ComputeError> {
         let wide = at_least_fp32(kind);
-        let head_dim = config.head_dim() as i64;
-        let options = (wide, Device::Cpu);
-        let exponents =
-            Tensor::f_arange_start_step(0, head_dim, 2, options)?.f_div_scalar(head_dim as f64)?;
-        let mut frequencies = Tensor::f_full([1], config.rope_theta, options)?
-            .f_pow(&exponents)?
-            .f_reciprocal()?;
-        if let Some(scaling) = &config.rope_scaling {
-            let plain = Vec::<f64>::try_from(frequencies.f_to_kind(Kind::Double)?)?;
-            let scaled: Vec<f64> = plain.into_iter().map(|f| stretched(f, scaling)).collect();
-            frequencies = Tensor::f_from_slice(&scaled)?.f_to_kind(wide)?;
-        }
-        let angles = Tensor::f_arange(seq_len as i64, options)?.f_outer(&frequencies)?;
+        let frequencies = frequencies(config, wide)?;
+        let angles =
+            Tensor::f_arange(seq_len as i64, (wide, Device::Cpu))?.f_outer(&frequencies)?;
         let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
+        let factor = config
+            .rope_scaling
+            .map_or(1.0, |scaling| scaling.attention_factor());
         Ok(Rotary {
-            cos: angles.f_cos()?.f_to_kind(kind)?,
-            sin: angles.f_sin()?.f_to_kind(kind)?,
+            cos: angles.f_cos()?.f_mul_scalar(factor)?.f_to_kind(kind)?,
+            sin: angles.f_sin()?.f_mul_scalar(factor)?.f_to_kind(kind)?,
         })
     }
 
@@ -83,43 +75,67 @@ impl Rotary {
     }
 }
 
-/// Scales a pair's frequency for a model that accepts longer sequences than it was first trained with.
-fn stretched(frequency: f64, scaling: &RopeScaling) -> f64 {
-    match *scaling {
-        RopeScaling::Linear { factor } => frequency / factor,
-        RopeScaling::Llama3 {
-            factor,
-            low_freq_factor: low,
-            high_freq_factor: high,
-            original_max_position_embeddings: original,
-        } => {
-            // Rotations of the pair over the original sequence length. Many: not scaled; few: scaled by the
-            // whole factor; in between, interpolated.
-            let rotations = original * frequency / TAU;
-            let alone = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
-            alone * frequency + (1.0 - alone) * frequency / factor
-        }
-    }
+/// Frequencies of the pairs, [head_dim / 2], scaled if the model scales them.
+fn frequencies(config: &ModelConfig, wide: Kind) -> Result<Tensor, ComputeError> {
+    let head_dim = config.head_dim() as i64;
+    let options = (wide, Device::Cpu);
+    let exponents =
+        Tensor::f_arange_start_step(0, head_dim, 2, options)?.f_div_scalar(head_dim as f64)?;
+    let plain = Tensor::f_full([1], config.rope_theta, options)?
+        .f_pow(&exponents)?
+        .f_reciprocal()?;
+    let Some(scaling) = &config.rope_scaling else {
+        return Ok(plain);
+    };
+    let plain = Vec::<f64>::try_from(plain.f_to_kind(Kind::Double)?)?;
+    let scaled = scaling.frequencies(&plain, config.rope_theta);
+    Ok(Tensor::f_from_slice(&scaled)?.f_to_kind(wide)?)
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+    use training_run::model::HfModel;
+
     use super::*;
 
+    /// Errors that this test finds: another formula of a scaling than that of transformers, a key that is read under another
+    /// name or with another default, a table without the factor on cosines and sines.
     #[test]
-    fn frequencies_are_scaled_by_the_rotations_of_a_pair() {
-        assert_eq!(stretched(0.5, &RopeScaling::Linear { factor: 4.0 }), 0.125);
-        let scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_position_embeddings: 100.0,
-        };
-        let frequency_of = |rotations: f64| {
-            let frequency = rotations * TAU / 100.0;
-            stretched(frequency, &scaling) / frequency
-        };
-        assert_eq!((frequency_of(5.0), frequency_of(0.5)), (1.0, 0.125));
-        assert!((frequency_of(2.5) - (0.5 + 0.5 / 8.0)).abs() < 1e-12);
+    fn tables_of_published_models_are_those_of_transformers() {
+        let fixture = include_str!("../../../tests/fixtures/hf/rope.json");
+        let fixture: Value = serde_json::from_str(fixture).unwrap();
+        for (name, expected) in fixture["models"].as_object().unwrap() {
+            let model = HfModel::from_json(&expected["config"].to_string()).unwrap();
+            assert_eq!(model.notes, [""; 0], "{name}");
+            let near = |what: &str, found: f64, expected: f64| {
+                let off = (found - expected).abs();
+                assert!(
+                    off <= 4.0 * f64::from(f32::EPSILON) * expected.abs(),
+                    "{name}: {what} is {found}, that of transformers {expected}"
+                );
+            };
+            let numbers = |key: &str| -> Vec<f64> {
+                serde_json::from_value(expected[key].clone()).expect("numbers")
+            };
+            let found = frequencies(&model.config, Kind::Float).unwrap();
+            let found = Vec::<f64>::try_from(found.to_kind(Kind::Double)).unwrap();
+            let frequencies = numbers("inv_freq");
+            assert_eq!(found.len(), frequencies.len(), "{name}");
+            for (pair, (found, expected)) in found.iter().zip(&frequencies).enumerate() {
+                near(&format!("frequency {pair}"), *found, *expected);
+            }
+            let tables = Rotary::new(&model.config, 2, Kind::Float).unwrap();
+            let half = frequencies.len() as i64;
+            for (table, key) in [(&tables.cos, "cos"), (&tables.sin, "sin")] {
+                for start in [0, half] {
+                    let found = table.get(1).narrow(0, start, half).to_kind(Kind::Double);
+                    let found = Vec::<f64>::try_from(found).unwrap();
+                    for (pair, (found, expected)) in found.iter().zip(numbers(key)).enumerate() {
+                        near(&format!("{key} {pair}"), *found, expected);
+                    }
+                }
+            }
+        }
     }
 }

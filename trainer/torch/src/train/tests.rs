@@ -61,8 +61,7 @@ fn models() -> Vec<(&'static str, Value)> {
         table.extend(more.as_object().expect("a table").clone());
         model
     };
-    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16});
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "original_max_position_embeddings": 16});
     vec![
         (
             "gpt2",
@@ -71,7 +70,7 @@ fn models() -> Vec<(&'static str, Value)> {
         ),
         (
             "llama with biases",
-            sized(json!({"rope_scaling": llama3, "attention_bias": true, "mlp_bias": true})),
+            sized(json!({"rope_scaling": yarn, "attention_bias": true, "mlp_bias": true})),
         ),
         (
             "llama",
@@ -454,7 +453,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
     let library: Value = serde_json::from_str(&text).unwrap();
     let run = &library["run"];
     // Models with an explicit backward; their windows hide nothing, or they have none.
-    for name in ["llama", "llama3", "llama_linear", "qwen3"] {
+    for name in ["llama", "llama3", "llama_yarn", "qwen3"] {
         let dir = fixtures.join("hf").join(name);
         let tree = json!({
             "train_batch_size": run["batch"],

@@ -15,7 +15,7 @@ pub(crate) const ALL: [&str; 8] = [
     "gpt2",
     "llama",
     "llama3",
-    "llama_linear",
+    "llama_yarn",
     "mistral",
     "qwen2",
     "qwen3",

@@ -18,14 +18,13 @@ fn models() -> Vec<(&'static str, Value)> {
         table.extend(more.as_object().expect("a table").clone());
         model
     };
-    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16});
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "original_max_position_embeddings": 16});
     vec![
         ("gpt2", gpt2(0.0)),
         (
             "llama",
             sized(
-                json!({"rope_scaling": llama3, "attention_bias": true, "mlp_bias": true,
+                json!({"rope_scaling": yarn, "attention_bias": true, "mlp_bias": true,
                 "attention_dropout": 0.1, "tie_word_embeddings": true}),
             ),
         ),

@@ -57,6 +57,23 @@ fn a_run_keeps_its_tile_size_if_the_setting_is_auto() {
 }
 
 #[test]
+fn a_run_with_another_scaling_of_positions_is_refused() {
+    let harness = Harness::new();
+    let run = |factor: &str| {
+        let scaling = format!(
+            "model.rope_scaling={{rope_type = \"yarn\", factor = {factor}, original_max_position_embeddings = 16}}"
+        );
+        harness.run("scaled", &["train.stop_after=1", &scaling])
+    };
+    run("4.0").train();
+    let text = run("8.0").refused();
+    assert!(
+        text.contains("model.rope_scaling.factor was 4.0 and is now 8.0"),
+        "{text}"
+    );
+}
+
+#[test]
 fn tiles_in_several_directories_are_read_back() {
     let harness = Harness::new();
     let whole = harness.run("whole", &[]);

@@ -79,7 +79,7 @@ pub(super) fn resolve(
     let (zero, offload) = (&config.zero_optimization, &config.offload);
     let placement = placement::placement(zero, offload, all_ranks, &mut said.notes);
     let placement = faults.collect(placement);
-    let model = faults.collect(model::model(&config.model, seq_len_or_one, &mut said.notes));
+    let model = faults.collect(model::model(&config.model, seq_len_or_one, &mut said));
     let precision = faults.collect(precision::precision(&config, model.as_ref(), &mut said));
     if let Some(optimizer) = &optimizer {
         let model = model.as_ref().map(|model| &model.config);

@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 use super::{value, word};
 use crate::config::toml::ModelToml;
-use crate::config::{FirstWeights, SettingsError};
-use crate::model::{BYTE_VOCAB_SIZE, Dropout, Dtype, HfModel, ModelConfig, parse};
+use crate::config::{FirstWeights, Remarks, SettingsError};
+use crate::model::{BYTE_VOCAB_SIZE, Dropout, Dtype, HfModel, ModelConfig, Positions, parse};
 use crate::run_record::RunRecord;
 use crate::weights::{self, Element};
 use offload_support::paths::RelativeTo;
@@ -17,6 +17,9 @@ use training_state::run::{Difference, ModelFiles, differences, resolved};
 
 /// Size limit of a `config.json`, which usually has some kilobytes; a larger file is something else.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
+
+/// Page that shows how to train with longer sequences.
+const LONGER: &str = "docs/training.md#longer-sequences";
 
 pub(super) struct ResolvedModel {
     pub(super) config: ModelConfig,
@@ -26,13 +29,16 @@ pub(super) struct ResolvedModel {
     pub(super) dropout: Dropout,
     /// Type of the checkpoint's weights, if a directory determines it.
     pub(super) stored: Option<Dtype>,
+    /// Longest sequence whose positions the first weights know; `None` if they know none, or a run has trained them.
+    covered_len: Option<usize>,
 }
 
 pub(super) fn model(
     given: &ModelToml,
     seq_len: u64,
-    notes: &mut Vec<String>,
+    said: &mut Remarks,
 ) -> Result<ResolvedModel, SettingsError> {
+    let notes = &mut said.notes;
     let resolved = match &given.from {
         None => described(given, seq_len, notes)?,
         Some(from) if from.join("run.json").exists() => of_run(from, given, seq_len, notes)?,
@@ -59,7 +65,27 @@ pub(super) fn model(
     if seq_len > most as u64 {
         return Err(value(
             "train.seq_len",
-            format!("{seq_len} is more than model.max_position_embeddings = {most}"),
+            format!(
+                "{seq_len} is more than model.max_position_embeddings = {most}: use a lower one, or raise that key ({LONGER})"
+            ),
+        ));
+    }
+    let Some(covered) = resolved.covered_len else {
+        return Ok(resolved);
+    };
+    let learned = resolved.config.architecture.form().positions == Positions::Learned;
+    if learned && covered != most {
+        return Err(value(
+            "model.n_positions",
+            format!(
+                "{most}: the weights have learned {covered} positions, and positions cannot be added or left out. Leave out the key, or set model.init = \"random\""
+            ),
+        ));
+    }
+    if seq_len > covered as u64 {
+        said.warnings.push(format!(
+            "train.seq_len = {seq_len}, but the first weights know {covered} positions: those beyond were never trained, and \
+             model.rope_scaling does not bring them into that range ({LONGER})"
         ));
     }
     Ok(resolved)
@@ -104,6 +130,7 @@ fn described(
     let HfModel {
         config,
         dropout,
+        covered_len,
         notes: more,
     } = HfModel::read(file, inline).map_err(|error| value(key, error.to_string()))?;
     notes.extend(more);
@@ -111,6 +138,7 @@ fn described(
     Ok(ResolvedModel {
         config,
         dir,
+        covered_len: covered_len.filter(|_| first_weights == FirstWeights::Files),
         first_weights,
         dropout,
         stored,
@@ -168,6 +196,7 @@ fn of_run(
                 .and_then(Result::ok)
                 .map_or(Dropout::NONE, |own| own.dropout),
             stored,
+            covered_len: None,
         });
     }
     let here = without_weights(given, seq_len, notes)?;
@@ -343,9 +372,10 @@ mod tests {
         r#"{"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4}"#;
 
     fn resolve(given: &ModelToml) -> Result<(ResolvedModel, Vec<String>), String> {
-        let mut notes = Vec::new();
-        let found = model(given, 64, &mut notes).map_err(|error| error.to_string())?;
-        Ok((found, notes))
+        let mut said = Remarks::default();
+        let found = model(given, 64, &mut said).map_err(|error| error.to_string())?;
+        assert_eq!(said.warnings, [""; 0]);
+        Ok((found, said.notes))
     }
 
     fn at(path: &Path) -> ModelToml {
@@ -377,6 +407,66 @@ mod tests {
         .unwrap();
         assert_eq!((found.config.layers, found.dropout.residual), (1, 0.0));
         assert_eq!(notes.len(), 2, "{notes:?}");
+    }
+
+    #[test]
+    fn sequences_longer_than_the_weights_know_have_a_warning() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = r#"{"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "max_position_embeddings": 32}"#;
+        std::fs::write(dir.path().join("config.json"), file).unwrap();
+        let yarn = |factor| crate::config::toml::RopeScalingToml {
+            rope_type: Some("yarn".into()),
+            factor: Some(factor),
+            original_max_position_embeddings: Some(32),
+            ..Default::default()
+        };
+        let raised = ModelToml {
+            max_position_embeddings: Some(64),
+            ..at(dir.path())
+        };
+        let scaled = |factor| ModelToml {
+            rope_scaling: yarn(factor),
+            ..raised.clone()
+        };
+        let random = ModelToml {
+            init: Some("random".into()),
+            ..raised.clone()
+        };
+        for (given, known) in [
+            (raised.clone(), Some(32)),
+            (scaled(1.5), Some(48)),
+            (scaled(2.0), None),
+            (random, None),
+        ] {
+            let mut said = Remarks::default();
+            let found = model(&given, 64, &mut said).expect("a model");
+            assert_eq!(found.config.max_position_embeddings, 64);
+            let warning = |known| {
+                format!("train.seq_len = 64, but the first weights know {known} positions: ")
+            };
+            match known.map(warning) {
+                None => assert_eq!(said.warnings, [""; 0]),
+                Some(start) => assert!(said.warnings[0].starts_with(&start), "{said:?}"),
+            }
+        }
+        let text = resolve(&at(dir.path())).err().unwrap();
+        assert!(
+            text.contains("64 is more than model.max_position_embeddings = 32: use a lower one, or raise that key"),
+            "{text}"
+        );
+        std::fs::write(dir.path().join("config.json"), GPT2).unwrap();
+        let learned = |init: Option<&str>| ModelToml {
+            init: init.map(str::to_owned),
+            n_positions: Some(2048),
+            ..at(dir.path())
+        };
+        let text = resolve(&learned(None)).err().unwrap();
+        assert!(
+            text.contains("model.n_positions: 2048: the weights have learned 1024 positions"),
+            "{text}"
+        );
+        resolve(&learned(Some("random"))).unwrap();
     }
 
     #[test]

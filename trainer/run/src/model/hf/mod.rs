@@ -28,6 +28,9 @@ pub struct HfModel {
     pub config: ModelConfig,
     /// Dropout rates in training.
     pub dropout: Dropout,
+    /// Longest sequence whose positions the file's weights know: its own `max_position_embeddings`, or more if scaled
+    /// positions are among those. `None` without a file.
+    pub covered_len: Option<usize>,
     /// Notes about unknown keys of the file and about values changed by inline keys.
     pub notes: Vec<String>,
 }
@@ -63,6 +66,10 @@ impl HfModel {
             ));
             Ok(())
         })?;
+        let own_len = ConfigTable::new(architecture, values.clone(), from_file)
+            .size("max_position_embeddings")?;
+        rope::complete(&mut values, own_len);
+        let own = ConfigTable::new(architecture, values.clone(), from_file);
         let mut inline = common_names(architecture, inline)?;
         check_keys(architecture, &mut inline, |key| {
             Err(ConfigError::NotOfThisModel {
@@ -83,7 +90,9 @@ impl HfModel {
         let config = config(architecture, &table)?;
         dropout.validate()?;
         config.validate()?;
+        let covered_len = from_file.then(|| rope::covered_len(own_len, &own, &config));
         Ok(Self {
+            covered_len: covered_len.transpose()?,
             config,
             dropout,
             notes,

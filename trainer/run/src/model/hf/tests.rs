@@ -160,12 +160,16 @@ fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
     assert_eq!((plain.rope_theta, plain.rope_scaling), (5.0, None));
     for (extra, key) in [
         (
-            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            json!({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}),
             "rope_scaling.rope_type",
         ),
         (
-            json!({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+            json!({"rope_parameters": {"rope_type": "proportional", "factor": 4.0}}),
             "rope_parameters.rope_type",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 2.0}}),
+            "rope_scaling.alpha",
         ),
         (
             json!({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}),
@@ -177,6 +181,105 @@ fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
         ),
     ] {
         assert_eq!(refused(sizes("llama"), extra).0, key);
+    }
+}
+
+/// [`tables_of_published_models_are_those_of_transformers`](../../../../torch/src/compute/positions.rs) compares the numbers.
+#[test]
+fn constants_of_yarn_out_of_range_are_refused_by_name() {
+    let yarn = |extra: Value| {
+        let mut scaling =
+            json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+        scaling
+            .as_object_mut()
+            .unwrap()
+            .extend(extra.as_object().unwrap().clone());
+        with(sizes("qwen2"), json!({"rope_scaling": scaling}))
+    };
+    yarn(json!({})).unwrap();
+    for (extra, part) in [
+        (json!({"factor": -1.0}), "rope_scaling.factor = -1 "),
+        (
+            json!({"factor": "4"}),
+            "rope_scaling.factor = \"4\": expected a number",
+        ),
+        (
+            json!({"attention_factor": 0.0}),
+            "rope_scaling.attention_factor = 0 ",
+        ),
+        (
+            json!({"mscale": -9.0, "mscale_all_dim": 1.0}),
+            "rope_scaling.attention_factor = -",
+        ),
+        (
+            json!({"beta_fast": 1.0, "beta_slow": 2.0}),
+            "rope_scaling.beta_fast - beta_slow = -1 ",
+        ),
+        (json!({"beta_slow": -1.0}), "rope_scaling.beta_slow = -1 "),
+        (
+            json!({"truncate": 1}),
+            "rope_scaling.truncate = 1: expected true or false",
+        ),
+        (
+            json!({"original_max_position_embeddings": 0}),
+            "rope_scaling.original_max_position_embeddings = 0 ",
+        ),
+        (
+            json!({"short_factor": [1.0]}),
+            "rope_scaling.short_factor = [1.0] is not supported",
+        ),
+    ] {
+        let text = yarn(extra).unwrap_err().to_string();
+        assert!(text.contains(part), "{text}");
+    }
+    let Value::Object(inline) = json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    else {
+        unreachable!()
+    };
+    let file = parse(&sizes("llama").to_string()).unwrap();
+    let text = HfModel::read(Some(file), inline).unwrap_err().to_string();
+    assert!(
+        text.contains("rope_scaling.original_max_position_embeddings = nothing"),
+        "{text}"
+    );
+}
+
+/// The plan warns of longer sequences.
+#[test]
+fn positions_that_the_weights_know_are_those_of_the_file_and_the_scaled_ones() {
+    let yarn = |factor: f64, original: u64| json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original});
+    let linear = |factor: f64| json!({"rope_type": "linear", "factor": factor});
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 100});
+    for (file, inline, covered) in [
+        (json!(null), json!(null), 1000),
+        (json!(null), yarn(4.0, 800), 3200),
+        (json!(null), yarn(1.0007, 1000), 1001),
+        (json!(null), yarn(4.0, 100), 1000),
+        (yarn(4.0, 1000), json!(null), 4000),
+        (json!({"type": "yarn", "factor": 2.0}), json!(null), 2000),
+        (yarn(4.0, 1000), yarn(8.0, 1000), 8000),
+        (llama3, json!(null), 1000),
+        (json!(null), linear(4.0), 4000),
+        (linear(4.0), json!(null), 1000),
+        (linear(4.0), linear(8.0), 2000),
+        (
+            json!(null),
+            json!({"rope_type": "dynamic", "factor": 4.0}),
+            1000,
+        ),
+    ] {
+        let mut table = parse(&sizes("llama").to_string()).unwrap();
+        table.insert("max_position_embeddings".into(), json!(1000));
+        table.insert("rope_scaling".into(), file.clone());
+        let mut given = Map::new();
+        given.insert("max_position_embeddings".into(), json!(100_000));
+        if !inline.is_null() {
+            given.insert("rope_scaling".into(), inline.clone());
+        }
+        let model = HfModel::read(Some(table), given).unwrap();
+        assert_eq!(model.covered_len, Some(covered), "{file}, {inline}");
+        assert_eq!(model.config.max_position_embeddings, 100_000);
     }
 }
 

@@ -26,7 +26,11 @@ pub fn config_json(
             table.remove(*theirs);
             table.remove(*common);
         }
-        for key in ["rope_parameters", "layer_types"] {
+        for key in [
+            "rope_parameters",
+            "original_max_position_embeddings",
+            "layer_types",
+        ] {
             table.remove(key);
         }
         table.extend(model_keys(config));
@@ -112,6 +116,7 @@ fn rope_scaling(config: &ModelConfig) -> Value {
     match config.rope_scaling {
         None => Value::Null,
         Some(RopeScaling::Linear { factor }) => json!({"rope_type": "linear", "factor": factor}),
+        Some(RopeScaling::Dynamic { factor }) => json!({"rope_type": "dynamic", "factor": factor}),
         Some(RopeScaling::Llama3 {
             factor,
             low_freq_factor,
@@ -122,8 +127,37 @@ fn rope_scaling(config: &ModelConfig) -> Value {
             "factor": factor,
             "low_freq_factor": low_freq_factor,
             "high_freq_factor": high_freq_factor,
-            "original_max_position_embeddings": original_max_position_embeddings as u64,
+            "original_max_position_embeddings": length(original_max_position_embeddings),
         }),
+        Some(RopeScaling::Yarn(yarn)) => {
+            let mut keys = json!({
+                "rope_type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": length(yarn.original_max_position_embeddings),
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+                "truncate": yarn.truncate,
+            });
+            for (key, value) in [
+                ("attention_factor", yarn.attention_factor),
+                ("mscale", yarn.mscale),
+                ("mscale_all_dim", yarn.mscale_all_dim),
+            ] {
+                if let Some(value) = value {
+                    keys[key] = value.into();
+                }
+            }
+            keys
+        }
+    }
+}
+
+/// A number of tokens, without a decimal point.
+fn length(tokens: f64) -> Value {
+    if tokens.fract() == 0.0 {
+        json!(tokens as u64)
+    } else {
+        json!(tokens)
     }
 }
 
@@ -131,7 +165,7 @@ fn rope_scaling(config: &ModelConfig) -> Value {
 mod tests {
     //! The error that these tests find: the file describes another model than the weights beside it.
     use super::*;
-    use crate::model::Window;
+    use crate::model::{Window, Yarn};
 
     fn models() -> Vec<ModelConfig> {
         let mut models = Vec::new();
@@ -179,10 +213,36 @@ mod tests {
                 first_layer,
             });
         }
-        let mut linear = of(Architecture::Llama);
-        linear.rope_scaling = Some(RopeScaling::Linear { factor: 2.0 });
-        linear.head_dim = Some(24);
-        models.extend([llama, mistral, qwen, linear]);
+        let plain = Yarn {
+            factor: 2.5,
+            original_max_position_embeddings: 1000.5,
+            attention_factor: None,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: true,
+        };
+        let full = Yarn {
+            attention_factor: Some(1.5),
+            mscale: Some(0.7),
+            mscale_all_dim: Some(1.0),
+            truncate: false,
+            ..plain
+        };
+        let scalings = [
+            RopeScaling::Linear { factor: 2.0 },
+            RopeScaling::Dynamic { factor: 2.0 },
+            RopeScaling::Yarn(plain),
+            RopeScaling::Yarn(full),
+        ];
+        let scaled = scalings.map(|scaling| ModelConfig {
+            rope_scaling: Some(scaling),
+            head_dim: Some(24),
+            ..of(Architecture::Llama)
+        });
+        models.extend([llama, mistral, qwen]);
+        models.extend(scaled);
         models
     }
 
@@ -242,10 +302,14 @@ mod tests {
         assert_eq!(same["rope_parameters"], own["rope_parameters"]);
         let stretched = ModelConfig {
             rope_theta: 2e4,
+            rope_scaling: models().pop().expect("a model with YaRN").rope_scaling,
             ..model
         };
+        // Transformers would take the length beside the table.
+        own.insert("original_max_position_embeddings".into(), json!(99));
         let table = config_json(&stretched, "float32", Some(own));
         assert!(!table.contains_key("rope_parameters"));
+        assert!(!table.contains_key("original_max_position_embeddings"));
         assert_eq!(table["rope_theta"], 2e4);
     }
 }

@@ -217,7 +217,7 @@ fn plain_rotary(
     let rows = |table: &Tensor| table.f_narrow(-2, 0, seq_len)?.f_unsqueeze(-2);
     let (cos, sin) = (rows(&rotary.cos)?, rows(&rotary.sin)?);
     let parts = from.f_chunk(2, -1)?;
-    // The inverse rotation has the other half with the opposite sign.
+    // The transposed rotation has the other half with the opposite sign.
     let crossed = match turn {
         Turn::Forward => [parts[1].f_neg()?, parts[0].shallow_clone()],
         _ => [parts[1].shallow_clone(), parts[0].f_neg()?],

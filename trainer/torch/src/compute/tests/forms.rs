@@ -4,7 +4,7 @@
 use super::gradients::gradients_are_slopes;
 use super::whole_graph::{gives_the_bits_of_one_graph, larger};
 use super::*;
-use training_run::model::{Architecture, Biases, RopeScaling, Window};
+use training_run::model::{Architecture, Biases, RopeScaling, Window, Yarn};
 
 /// Returns `base` in the form of each architecture, with all options of its configuration.
 pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
@@ -24,6 +24,17 @@ pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
         out: true,
         mlp: true,
     };
+    // Cosines and sines have a factor, so a rotation is not the inverse of the opposite one.
+    let yarn = Some(RopeScaling::Yarn(Yarn {
+        factor: 4.0,
+        original_max_position_embeddings: 4.0,
+        attention_factor: Some(1.25),
+        beta_fast: 0.6,
+        beta_slow: 0.2,
+        mscale: None,
+        mscale_all_dim: None,
+        truncate: false,
+    }));
     vec![
         (
             "gpt2",
@@ -37,12 +48,7 @@ pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
             "llama with biases and scaled positions",
             ModelConfig {
                 biases: all,
-                rope_scaling: Some(RopeScaling::Llama3 {
-                    factor: 4.0,
-                    low_freq_factor: 0.2,
-                    high_freq_factor: 0.6,
-                    original_max_position_embeddings: 4.0,
-                }),
+                rope_scaling: yarn,
                 ..of(Architecture::Llama)
             },
         ),
@@ -60,7 +66,13 @@ pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
                 ..of(Architecture::Qwen2)
             },
         ),
-        ("qwen3", of(Architecture::Qwen3)),
+        (
+            "qwen3 with scaled positions",
+            ModelConfig {
+                rope_scaling: yarn,
+                ..of(Architecture::Qwen3)
+            },
+        ),
     ]
 }
 
