@@ -287,7 +287,7 @@ def gathered_memory(patch):
     original = Residency._forget_pins
 
     def forget_pins(self):
-        self._gathering.were_pinned = self._gathering.were_pinned and self._before_bytes is None
+        self._gathering.were_pinned = self._gathering.were_pinned and self._baseline_bytes is None
         original(self)
 
     patch.setattr(Residency, "_forget_pins", forget_pins)
@@ -309,7 +309,7 @@ CHECKS = [
     (written_memory, residency(test_residency.test_a_write_to_a_unit_that_stays_is_named_and_does_not_stay, test_engine.WRITES["in place"])),
     (access_to_what_stays, residency(test_residency.test_a_unit_that_stays_is_released_to_the_script)),
     (orders_with_what_stays, residency(test_residency.test_an_order_with_units_that_stay_is_learned)),
-    (larger_inputs, residency(test_residency.test_units_go_before_a_forward_with_larger_inputs)),
+    (larger_inputs, residency(test_residency.test_units_go_before_a_forward_with_larger_inputs_and_come_back_as_far_as_there_is_room)),
     (gathered_memory, residency(test_residency.test_memory_of_weights_that_a_script_has_gathered_is_left_out_of_account)),
     (other_models, residency(test_residency.test_models_on_one_gpu_choose_in_turn)),
     (all_of_what_stays, residency(test_residency.test_models_on_one_gpu_choose_in_turn)),

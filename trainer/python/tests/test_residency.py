@@ -294,7 +294,7 @@ def test_the_highest_level_that_has_room_beside_a_step_is_taken_after_it(margin,
         size = peak + MARGIN + Auto(**how).cost(level)
         one = Auto(size, **how)
         assert one.residency.level == 0 and one.step() >= level and one.cost(one.residency.level) == one.cost(level)
-        assert [unit for unit in one.levels.units if unit.resident] == sorted(one.levels.at(one.residency.level), key=lambda unit: unit.index)
+        assert [unit for unit in one.levels.units if unit.resident] == sorted(one.levels.units_at(one.residency.level), key=lambda unit: unit.index)
         if one.cost(level):
             assert Auto(size - 1, **how).step() < level
     # What is in no block takes no memory in addition.
@@ -328,31 +328,38 @@ def test_units_go_where_steps_take_more_and_do_not_come_back(margin):
     assert [one.step() for _ in range(3)] == [fallen] * 3
 
 
-def test_units_go_before_a_forward_with_larger_inputs(margin):
-    takes = 10_000
+def with_room(level, takes):
+    """A model on a GPU on which one level has room."""
     peak = needed(takes=takes)
     units = Auto().levels.gpu_bytes(0)
-    one = Auto(peak + (peak - units) // 2 + Auto().cost(5), takes)
+    return Auto(peak + (peak - units) // 2 + Auto().cost(level), takes)
+
+
+def test_units_go_before_a_forward_with_larger_inputs_and_come_back_as_far_as_there_is_room(margin):
+    one = with_room(5, 10_000)
     assert one.step() == 5 and one.step() == 5
     one.seen.clear()
-    one.step(rows=3)
-    one.step(rows=40)
-    assert one.seen[0] == 5 and one.seen[1] == 0
+    assert one.step(rows=3) == 5 and one.seen == [5]
+    # A step with ten times as many rows takes little more, as it turns out.
+    one.takes += (one.cost(5) - one.cost(4)) // 2
+    assert one.step(rows=40) == 4 and one.seen[1] == 0
+    assert one.step(rows=40) == 4 and one.seen[2] == 4
+    # Or all that is left, and more of the margin.
+    one.takes = 14_000
+    assert one.step(rows=80) == 0 == one.step(rows=4) and one.seen[3:] == [0, 0]
 
 
 def test_inputs_without_gradients_say_nothing_of_those_with_them(margin):
-    takes = 10_000
-    peak = needed(takes=takes)
-    units = Auto().levels.gpu_bytes(0)
-    one = Auto(peak + (peak - units) // 2 + Auto().cost(5), takes)
+    one = with_room(5, 10_000)
     with torch.no_grad():
         one.ours.model(torch.randn(40, 8))
     assert one.step() == 5
     with torch.no_grad():
         one.ours.model(torch.randn(40, 8))
-    assert one.step() == 5
+    assert one.step() == 5 and one.seen == [0, 0, 5, 5]
     # Larger than those with gradients before.
-    assert one.step(rows=39) == 0
+    one.step(rows=39)
+    assert one.seen[-1] == 0
 
 
 def test_nothing_stays_where_the_allocator_tells_nothing(margin):
@@ -425,7 +432,7 @@ def test_lines_say_what_stays_and_what_comes(margin, capfd):
 def test_half_of_the_blocks_that_stay_are_evenly_spaced():
     units = Offloaded(Net(8)).engine.gathering.units
     levels = Offloaded(Net(8)).engine.residency.levels
-    numbers = lambda level: [unit.index for unit in levels.at(level) if not unit.root]
+    numbers = lambda level: [unit.index for unit in levels.units_at(level) if not unit.root]
     assert numbers(5) == [1, 3, 5, 7] and numbers(3) == [3, 7] and len(units) == 9
     assert levels.nearest(0) == 0 and levels.nearest(1) == levels.highest == 9
     bytes_ = [levels.bytes(level) for level in range(10)]

@@ -98,7 +98,7 @@ class Gathering:
             with outside_transforms():
                 return self.gather(unit, record)
         if unit.kept:
-            return self._take_kept(unit)
+            return self._gather_kept(unit)
         began = time.perf_counter()
         if unit.here:
             self._note_written(unit)
@@ -128,7 +128,7 @@ class Gathering:
         self._open(unit)
         unit.watch.begin()
 
-    def _take_kept(self, unit: Unit) -> None:
+    def _gather_kept(self, unit: Unit) -> None:
         """Brings a unit whose memory has stayed: the engine does nothing, and no other rank is needed."""
         unit.access.allow()
         self.memory.ready(unit)

@@ -114,7 +114,7 @@ def gpu_plan(
     if fraction is not None:
         level = levels.nearest(fraction)
     else:
-        level = 0 if gpu_bytes is None or computed_bytes is None else levels.within(levels.highest, gpu_bytes - enough(0), trains)
+        level = 0 if gpu_bytes is None or computed_bytes is None else levels.highest_within(levels.highest, gpu_bytes - enough(0), trains)
         if computed_bytes is not None:
             resident = f"all weights stay on a GPU with {bytes_text(enough(levels.highest))} of memory, none with less than {bytes_text(enough(1))}"
     if level or gpu_bytes is not None and fraction is None:

@@ -1,8 +1,8 @@
 """Which of a model's units stay on the GPU that computes: a released one keeps its memory there, with its values, until an update changes them.
 
     levels   nothing, what is in no block, frozen units of some blocks ... of all blocks, trained units of some blocks ... of all blocks
-    once     the highest level that has room beside what the first step took
-    later    a lower one, when steps take more
+    first    the highest level that has room beside what a step took
+    later    a lower one, when steps take more; level 0 and another measurement, when inputs become larger
 
 A frozen unit that stays comes once a run, a trained one once a step. Several ranks have the same level, since they bring units together.
 """
@@ -28,7 +28,8 @@ _MARGIN_BYTES = 2 << 30
 # Least seconds between two lines about units that no longer stay.
 _LINE_S = 60.0
 
-_UNDECIDED = -1
+# In place of a level: it is to be found out.
+_UNKNOWN = -1
 
 
 class Levels:
@@ -49,7 +50,7 @@ class Levels:
                 found.setdefault(id(self._modules[unit.index]), []).append(unit)
         return list(found.values())
 
-    def at(self, level: int) -> list[Unit]:
+    def units_at(self, level: int) -> list[Unit]:
         """The units of a level. What is in no block is on the GPU through each pass anyway; blocks stay evenly spaced, so that the copies of one have
         the time of the others."""
         if level == 0:
@@ -60,11 +61,11 @@ class Levels:
 
     def bytes(self, level: int) -> int:
         """Bytes of the units that stay."""
-        return _sum(self.at(level))
+        return _sum(self.units_at(level))
 
     def gpu_bytes(self, level: int) -> int:
         """Bytes of the units that are on the GPU at a time, at most."""
-        return gpu_weight_bytes(self.units, self._modules, set(self.at(level)))
+        return gpu_weight_bytes(self.units, self._modules, set(self.units_at(level)))
 
     def nearest(self, fraction: float) -> int:
         """The level with the bytes that are the nearest to a fraction of all."""
@@ -75,7 +76,7 @@ class Levels:
         use is in a pass of this model `alone`."""
         return self.gpu_bytes(level) - self.gpu_bytes(0) if alone else self.bytes(level)
 
-    def within(self, most: int, bytes_: int, alone: bool) -> int:
+    def highest_within(self, most: int, bytes_: int, alone: bool) -> int:
         """The highest level up to `most` that costs so many bytes at most."""
         least = 0
         while least < most:
@@ -85,7 +86,7 @@ class Levels:
 
     def bus_bytes(self, level: int, times: Callable[[Unit], int]) -> int:
         """Bytes that come to the GPU in a step in which each unit comes so many times at level 0."""
-        resident = set(self.at(level))
+        resident = set(self.units_at(level))
         return sum(unit.bytes * (times(unit) if unit not in resident else min(times(unit), int(unit.trained))) for unit in self.units)
 
 
@@ -113,15 +114,15 @@ class Residency:
     def __init__(self, gathering: Gathering, gpu: GpuDevice, fraction: Optional[float], run_dir: Path) -> None:
         self._gathering, self._gpu, self._run_dir = gathering, gpu, run_dir
         self.levels = Levels(gathering.units, {unit.index: module for module, units in gathering.of_module.items() for unit in units})
-        self.level, self._decided = 0, fraction is not None
+        self.level, self._has_chosen = 0, fraction is not None
         # Whether the level falls where memory becomes scarce.
-        self._falls = fraction is None
+        self._auto = fraction is None
         # Passes of this step, or since the level changed, and whether what the run takes with this level is known.
-        self._passes, self._shown = 0, False
+        self._passes, self._measured = 0, False
         # What tensors took when the first pass began.
-        self._before_bytes: Optional[int] = None
+        self._baseline_bytes: Optional[int] = None
         # The highest use that PyTorch has told, and the one that is expected with this level.
-        self._told_bytes = self._peak_bytes = 0
+        self._reported_peak_bytes = self._expected_peak_bytes = 0
         # What steps computed with at most, and what is left to larger ones.
         self._computed_bytes = self._margin_bytes = 0
         # The most numbers in the inputs of a forward so far, without gradients and with them.
@@ -130,10 +131,12 @@ class Residency:
         _open.add(self)
         if torch.cuda.is_initialized():
             _watch_for_full()
-        if self._falls:
-            gathering.before_pins = lambda: self._note_peak(gpu.memory())
+        if self._auto:
+            # The run ends with the script's model: nothing of it holds this.
+            note_peak = weakref.WeakMethod(self._note_peak)
+            gathering.before_pins = lambda: (note_peak() or bool)()
         if fraction:
-            self._take(self.levels.nearest(fraction))
+            self._set_level(self.levels.nearest(fraction))
 
     @property
     def bytes(self) -> int:
@@ -151,13 +154,13 @@ class Residency:
         if gathering.leads or any(unit.pins for unit in gathering.units):
             # Other ranks make no pass, or other ones.
             return
-        if self._falls:
+        if self._auto:
             self._forget_pins()
             more_bytes = self._note_inputs(_numbers_in(args, kwargs))
-            if self._decided and self.level:
-                self._make_room(more_bytes)
-            elif not self._decided and self._passes and not gathering.trains:
-                self._choose()
+            if self._has_chosen and self.level:
+                self._check_level(more_bytes)
+            elif not self._has_chosen and self._passes and not gathering.trains:
+                self._choose_level()
         if torch.is_grad_enabled() or not gathering.trains:
             self._passes += 1
             if self._passes == 1 or not gathering.trains:
@@ -168,15 +171,15 @@ class Residency:
         """A step was made."""
         if not self._passes:
             return
-        self._shown = True
-        if not self._decided:
+        self._measured = True
+        if not self._has_chosen:
             self._forget_pins()
-            self._choose()
+            self._choose_level()
         self._passes = 0
 
-    def _has_shown(self) -> bool:
+    def _is_measured(self) -> bool:
         """Whether it is known what memory the run takes with the units of this level."""
-        return self._shown or not self._gathering.trains and self._passes > 0 and not self._gathering.forwards
+        return self._measured or not self._gathering.trains and self._passes > 0 and not self._gathering.forwards
 
     def _others(self) -> "list[Residency]":
         """Other runs on this GPU."""
@@ -184,12 +187,13 @@ class Residency:
 
     # What memory is used
 
-    def _note_peak(self, found: GpuBytes) -> GpuBytes:
+    def _note_peak(self) -> GpuBytes:
         """Notes the highest use of memory, if it has become higher."""
+        found = self._gpu.memory()
         used_bytes = found.used_max_bytes
-        if used_bytes > self._told_bytes and self._before_bytes is not None:
-            self._told_bytes = self._peak_bytes = used_bytes
-            self._computed_bytes = max(self._computed_bytes, used_bytes - self._before_bytes - self.levels.gpu_bytes(self.level))
+        if used_bytes > self._reported_peak_bytes and self._baseline_bytes is not None:
+            self._reported_peak_bytes = self._expected_peak_bytes = used_bytes
+            self._computed_bytes = max(self._computed_bytes, used_bytes - self._baseline_bytes - self.levels.gpu_bytes(self.level))
         return found
 
     def _note_inputs(self, numbers: int) -> int:
@@ -204,19 +208,20 @@ class Residency:
         """Leaves out of account what memory was used while units were pinned: all weights of the model, and what they generated. There was room for
         it."""
         gathering = self._gathering
-        if self._before_bytes is not None and not gathering.were_pinned:
+        if self._baseline_bytes is not None and not gathering.were_pinned:
             return
         gathering.were_pinned = False
-        if self._decided:
-            self._told_bytes = max(self._told_bytes, self._gpu.memory().used_max_bytes)
+        if self._has_chosen:
+            self._reported_peak_bytes = max(self._reported_peak_bytes, self._gpu.memory().used_max_bytes)
             return
         if not self._others():
             self._gpu.forget_peak()
-        self._before_bytes = self._gpu.memory().used_bytes
+        self._baseline_bytes = self._gpu.memory().used_bytes
 
-    def _room(self, found: GpuBytes) -> int:
+    def _room_bytes(self) -> int:
         """Bytes that are left at the highest moment that is expected."""
-        return found.used_bytes + found.free_bytes - self._peak_bytes
+        found = self._note_peak()
+        return found.used_bytes + found.free_bytes - self._expected_peak_bytes
 
     def _alone(self) -> bool:
         """Whether the highest use of memory is in passes of this run: one that trains nothing may be beside another model that is trained."""
@@ -224,40 +229,53 @@ class Residency:
 
     # The level
 
-    def _choose(self) -> None:
+    def _choose_level(self) -> None:
         """Chooses the level, unless it is not known yet what other runs take."""
-        room, level = self._room(self._note_peak(self._gpu.memory())), _UNDECIDED
+        room, level = self._room_bytes(), _UNKNOWN
         self._margin_bytes = margin_bytes(self._computed_bytes)
-        if self._peak_bytes and all(one._has_shown() for one in self._others()):
-            level = self.levels.within(self.levels.highest, room - self._margin_bytes, self._alone())
-        level = self._agreed(level)
-        if level == _UNDECIDED:
+        if self._expected_peak_bytes and all(one._is_measured() for one in self._others()):
+            level = self.levels.highest_within(self.levels.highest, room - self._margin_bytes, self._alone())
+        level = self._lowest_of_ranks(level)
+        if level == _UNKNOWN:
             return
-        self._decided = True
-        self._peak_bytes += self.levels.cost(level, self._alone())
-        self._take(level)
+        self._has_chosen = True
+        self._expected_peak_bytes += self.levels.cost(level, self._alone())
+        self._set_level(level)
         self._say_what_stays(room)
 
-    def _make_room(self, more_bytes: int) -> None:
-        """Lowers the level where steps, which are about to compute with so many bytes more, would leave less than half of the margin."""
-        level, alone, room = self.level, self._alone(), self._room(self._note_peak(self._gpu.memory())) - more_bytes
+    def _check_level(self, more_bytes: int) -> None:
+        """Lowers the level where less than half of the margin is left. A forward that is about to compute with so many bytes more, for which too little may
+        be left, shows with level 0 what it takes."""
+        level, alone, room = self.level, self._alone(), self._room_bytes()
         if room < self._margin_bytes // 2:
-            level = self.levels.within(level, self.levels.cost(level, alone) + room - self._margin_bytes, alone)
-        level = self._agreed(level)
-        if level < self.level:
-            self._peak_bytes -= self.levels.cost(self.level, alone) - self.levels.cost(level, alone)
-            self._take(level)
+            level = self.levels.highest_within(level, self.levels.cost(level, alone) + room - self._margin_bytes, alone)
+        elif room - more_bytes < self._margin_bytes // 2:
+            level = _UNKNOWN
+        level = self._lowest_of_ranks(level)
+        if level == _UNKNOWN:
+            self._set_level(0)
+            self._measure_anew()
+        elif level < self.level:
+            self._expected_peak_bytes -= self.levels.cost(self.level, alone) - self.levels.cost(level, alone)
+            self._set_level(level)
             self._say_less()
 
-    def _agreed(self, level: int) -> int:
+    def _measure_anew(self) -> None:
+        """Begins to find out what memory is used at level 0. Other runs keep what they have noted."""
+        self._gpu.forget_peak()
+        self._has_chosen = False
+        self._reported_peak_bytes = self._expected_peak_bytes = 0
+        self._baseline_bytes = self._gpu.memory().used_bytes
+
+    def _lowest_of_ranks(self, level: int) -> int:
         """The lowest of all ranks' levels."""
         what = f"agree on the weights that stay on the GPU ({self._gathering.forwards.position()})"
         told = self._gathering.ranks.meet(what, level.to_bytes(4, "little", signed=True))
         return min(int.from_bytes(one, "little", signed=True) for one in told)
 
-    def _take(self, level: int) -> None:
-        self.level, self._passes, self._shown = level, 0, False
-        resident = set(self.levels.at(level))
+    def _set_level(self, level: int) -> None:
+        self.level, self._passes, self._measured = level, 0, False
+        resident = set(self.levels.units_at(level))
         for unit in self._gathering.units:
             unit.resident = unit in resident
             if unit.kept:
@@ -266,7 +284,7 @@ class Residency:
     # Lines
 
     def _say_what_stays(self, room: int) -> None:
-        left = f"{_text(room)} of GPU memory were left at the highest moment, {_text(self._margin_bytes)} of them for steps that take more"
+        left = f"{_text(room)} of GPU memory were left at the highest moment, and {_text(self._margin_bytes)} are kept for steps that take more"
         if not self.level:
             return say(f"{self._run_dir}: no weights stay on the GPU: {left}")
         before, now = (self.levels.bus_bytes(level, lambda unit: unit.came) for level in (0, self.level))
