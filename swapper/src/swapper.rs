@@ -83,6 +83,9 @@ enum Filling {
 ///
 /// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
 /// Dropping it without [`Swapper::close`] is like a crash: what was not committed is lost.
+///
+/// A thread of its own moves tiles by a program of the whole step that is made before it. That thread needs no decision of the caller's in mid-step; the
+/// price is a caller that has to use units in the announced order, and one more thread between a tile and whoever waits for it.
 #[derive(Debug)]
 pub struct Swapper<H: Clone + Send + 'static> {
     layout: Arc<Layout>,

@@ -36,6 +36,9 @@ use crate::{ClientError, Daemon, convert};
 use commit::Commit;
 
 /// One process's part of a job, open on a daemon. Dropping it ends the session like a crash.
+///
+/// Tiles pass through slots in memory that the daemon shares, and checksums are computed here, so the daemon touches no byte of a tile. The price:
+/// memory in slots of a few sizes, which a session reserves whole, and processes that have to be trusted with their own job's bytes.
 pub struct Session {
     control: Control,
     token: Vec<u8>,

@@ -47,6 +47,14 @@ impl proto::JobRecord {
 }
 
 /// Version of the messages, the rings and the handoff, raised with every change of meaning. Other versions are refused.
+///
+/// 1. The first one.
+/// 2. Tiles of a session's own, which no commit has.
+/// 3. A submission says whether somebody waits for it.
+/// 4. An operation in flight can become wanted, or less so.
+/// 5. The daemon tells how far a read has come.
+/// 6. The answer to a new session has bounds; its job's record comes in parts.
+/// 7. Sessions know devices by their number in the store, and a refusal has the job's first fault.
 pub const PROTOCOL_VERSION: u32 = 7;
 
 /// Unit of tiles, slots and extents: the largest logical block that a supported drive may have.

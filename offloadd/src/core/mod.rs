@@ -72,7 +72,8 @@ impl JobKey {
     }
 }
 
-/// State and decisions of the daemon.
+/// State and decisions of the daemon: events in, actions out, no I/O and no clock, so that a simulation can run it through any order of failures. The
+/// price: what the driver knows reaches it as an event, and each answer of a device comes back through here before its caller has it.
 pub struct Core {
     data: Data,
     admin: Admin,

@@ -205,6 +205,8 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
     })
 }
 
+/// What the owner thread has. One thread decides and submits everything, so no state of the daemon has a lock and each event is handled whole;
+/// the price is that one core bounds the operations per second of all sessions together, and that nothing here may wait.
 struct Driver {
     core: Core,
     queue: Queue,

@@ -20,6 +20,11 @@ use crate::arena::memory_file;
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
 /// Version of the message, raised when a field changes its meaning.
+///
+/// 1. The first one.
+/// 2. Each hand-over has a number of its own, and is claimed last.
+/// 3. It says which daemon has served since, so that an old one is refused.
+/// 4. Devices have the store's numbers.
 const VERSION: u32 = 4;
 
 /// Largest plausible size.

@@ -69,6 +69,10 @@ use offload_api::BLOCK_BYTES;
 pub const BLOCK: u64 = BLOCK_BYTES as u64;
 
 /// Version of the stored format.
+///
+/// 1. The first one.
+/// 2. Devices come to a store and leave it: superblocks have the set of devices and its number.
+/// 3. A slot for a commit's record is never empty, so that damage is told from nothing, and its copies lie farther apart than the largest tile.
 pub const FORMAT_VERSION: u32 = 3;
 
 /// Offsets of the two superblocks of a device.

@@ -31,7 +31,8 @@ use training_state::plan::MeasuredRates;
 use training_state::ranks::Ranks;
 use training_state::trace::Trace;
 
-/// State of a run in its training loop.
+/// State of a run in its training loop. All ranks make the same decisions from what they tell each other once a step; the price is that each rank
+/// waits for the slowest one in each step, and that a wish (a signal, a full disk) counts from the next step on.
 pub(super) struct Training {
     settings: RunSettings,
     /// `None` for a run without steps.
