@@ -3,13 +3,15 @@
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import offloadd
-from offloadd import _residency
+from offloadd import _opening, _residency
+from offloadd._config import settings_of
 from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
 from test_engine import WRITES, adapted, frozen_block, pair
@@ -256,11 +258,9 @@ def margin(monkeypatch):
 
 
 class Auto:
-    """A model in steps, each of which computes with `takes` bytes, on a GPU with `size` bytes, `beside` others or alone."""
+    """A model in steps, each of which computes with `takes` bytes, on a GPU with `size` bytes."""
 
-    def __init__(self, size=1 << 40, takes=500, trains=True, make=LARGER, beside=False):
-        if not beside:
-            _residency._open.clear()
+    def __init__(self, size=1 << 40, takes=500, trains=True, make=LARGER):
         self.ours = Offloaded(randomize(make()), trains=trains)
         self.gpu, self.residency, self.takes = let_stay(self.ours.engine, None, size), self.ours.engine.residency, takes
         self.levels = self.residency.levels
@@ -395,7 +395,7 @@ def test_memory_of_weights_that_a_script_has_gathered_is_left_out_of_account(mar
 
 def test_models_on_one_gpu_choose_in_turn(margin):
     peak = needed()
-    policy, reference = Auto(), Auto(trains=False, beside=True)
+    policy, reference = Auto(), Auto(trains=False)
     for one in (policy, reference):
         one.gpu.size = 2 * peak + 2 * MARGIN
         one.gpu.units = policy.levels.units + reference.levels.units
@@ -439,6 +439,15 @@ def test_half_of_the_blocks_that_stay_are_evenly_spaced():
     assert bytes_ == sorted(bytes_) and bytes_[-1] == levels.all_bytes
 
 
+def test_a_fraction_without_effect_is_told(capfd):
+    engine = Offloaded(Net()).engine
+    for keep, gpu, why in ((False, None, "the model computes on the processor"), (True, engine, "all parameters stay with the model")):
+        for own, told in (({"gpu_resident_fraction": 0.5}, f"offloadd: offloadd.gpu_resident_fraction = 0.5 has no effect: {why}\n"), ({}, "")):
+            engine.gathering.keep, engine.residency = keep, None
+            _opening.keep_units(engine, settings_of({"offloadd": own}), gpu, Path("run"))
+            assert engine.residency is None and capfd.readouterr().err == told
+
+
 def test_a_unit_without_room_names_the_key():
     units = Offloaded(Net()).engine.gathering.units
 
@@ -464,14 +473,15 @@ def test_a_unit_without_room_names_the_key():
 
 def test_a_full_gpu_is_told_with_what_stays_there(margin, capfd):
     one = Auto()
-    _residency._say_full(0, 1, 2, 3)
+    index = one.gpu.index
+    _residency._say_full(index, 1, 2, 3)
     assert not capfd.readouterr().err
     one.step()
     capfd.readouterr()
-    _residency._say_full(1, 1, 2, 3)
+    _residency._say_full(index + 1, 1, 2, 3)
     assert not capfd.readouterr().err
-    _residency._say_full(0, 1, 2, 3)
-    assert "GPU 0 is full, and 0.0 GiB of weights stay there: set offloadd.gpu_resident_fraction lower" in capfd.readouterr().err
+    _residency._say_full(index, 1, 2, 3)
+    assert f"GPU {index} is full, and 0.0 GiB of weights stay there: set offloadd.gpu_resident_fraction lower" in capfd.readouterr().err
 
 
 def train_on_rank(rank, count, dir, stay):

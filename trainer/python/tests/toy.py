@@ -1,6 +1,7 @@
 """A core in plain Python, and models."""
 
 import ctypes
+import itertools
 import pathlib
 
 import torch
@@ -75,14 +76,14 @@ class FakeCore:
 
 
 class SimulatedGpu:
-    """What a GPU tells of its memory, where units are in the processor's."""
+    """What a GPU tells of its memory, where units are in the processor's. No other run is on it."""
 
-    index = 0
+    numbers = itertools.count()
     # A tensor of the script's.
     OWN_BYTES = 64
 
     def __init__(self, units, size=1 << 40):
-        self.units, self.size, self.used_max = units, size, 0
+        self.index, self.units, self.size, self.used_max = next(self.numbers), units, size, 0
 
     @property
     def used(self):
