@@ -70,6 +70,8 @@ def main():
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
+            # As the native trainer's rows: nothing stays on the GPU between its uses.
+            "gpu_resident_fraction": 0,
             **({"staging_bytes": a.staging // ranks} if a.staging else {}),
             **({"program": a.program} if a.program else {}),
         },
