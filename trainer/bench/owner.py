@@ -51,6 +51,9 @@ STEPS = 8
 STEP_BYTES, FIRST_BYTES = 12, 14
 # The last commit and the step in progress, each up to 14 bytes for each parameter, and a fifth more.
 SPACE_BYTES_PER_PARAM = 34
+# State and gradients, and what the programs and torch take besides: parts that keep them in host memory.
+HOST_BYTES_PER_PARAM = 20
+IN_HOST_MEMORY = ("host", "client-host")
 
 # Of a good drive of today; only for the estimate of what `bench-io scale` writes.
 WRITE_RATE = rows.DRIVE_RATES[1]
@@ -137,6 +140,8 @@ def main():
         setattr(args, name, (args.called_in / given).resolve() if given else default)
     if args.directory and not args.directory.is_dir():
         parser.error(f"--directory {args.directory}: no such directory")
+    if args.directory and not os.access(args.directory, os.W_OK):
+        parser.error(f"--directory {args.directory}: not writable by this user")
     parts = parts_of(args)
     if unknown := set(args.parts) - {part.name for part in parts}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; --help has them")
@@ -154,7 +159,8 @@ def main():
 def measure(args, parts):
     """Runs the parts that are not done, and packs the file. Returns the exit status."""
     args.out.mkdir(parents=True, exist_ok=True)
-    torch, record = about_torch(), Record(args)
+    torch = about_torch()
+    record = Record(args, {"commit": commit(), "torch": f"{torch['version']} ({torch['build']})"})
     left_out = {part.name: why for part in parts if (why := why_not(part, args, torch))}
     wanted = [part for part in parts if not args.parts or part.name in args.parts]
     todo = [part for part in wanted if part.name not in left_out and not record.is_done(part)]
@@ -182,6 +188,9 @@ def why_not(part, args, torch):
     space_bytes = SCALE_SPACE_BYTES if part.name == "scale" else parameters(rows.MODELS["1.3b"]) * SPACE_BYTES_PER_PARAM
     if part.drive and not args.tiny and shutil.disk_usage(args.directory).free < space_bytes:
         return f"less than {space_bytes / 1e9:.0f} GB free in {args.directory}"
+    wanted_bytes = parameters(rows.MODELS["1.3b"]) * HOST_BYTES_PER_PARAM
+    if part.name in IN_HOST_MEMORY and not args.tiny and memory_bytes("MemAvailable") < wanted_bytes:
+        return f"less than {wanted_bytes / 1e9:.0f} GB of host memory available"
     return None
 
 
@@ -210,18 +219,18 @@ def confirmed(args):
 
 
 class Record:
-    """parts.json: how each part ended, so that a later call leaves out those that are done."""
+    """parts.json: how each part ended, so that a later call leaves out those that are done with the same `measured`: commit and torch."""
 
-    def __init__(self, args):
-        self.path, self.args = args.out / "parts.json", args
+    def __init__(self, args, measured):
+        self.path, self.args, self.measured = args.out / "parts.json", args, measured
         self.parts = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def is_done(self, part):
         one = self.parts.get(part.name, {})
-        return one.get("status") == "done" and one.get("command") == words(part.command)
+        return one.get("status") == "done" and one.get("command") == words(part.command) and one.get("measured") == self.measured
 
     def add(self, part, **found):
-        self.parts[part.name] = {"command": words(part.command), **found}
+        self.parts[part.name] = {"command": words(part.command), "measured": self.measured, **found}
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.parts, indent=1) + "\n")
         new.replace(self.path)
@@ -267,6 +276,16 @@ def written_bytes(directory):
         return None
 
 
+def commit():
+    return said("git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=8")
+
+
+def memory_bytes(what):
+    """A line of /proc/meminfo."""
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
+
+
 def about_torch():
     """Torch's version and build, and the GPUs that it finds; why there is none."""
     import torch
@@ -292,18 +311,17 @@ def said(*command):
 
 def summary_of(args, torch, record, left_out):
     """Everything of the run that is not a log."""
-    memory = next(line.split()[1] for line in pathlib.Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     driver = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     versions = {name: said(args.bin / name, "--version") for name in ("offloadd", "trainer", "bench-io")}
     versions |= {"python": platform.python_version(), "transformers": importlib.metadata.version("transformers")}
     amd = pathlib.Path("/sys/module/amdgpu/version")
     versions |= {"nvidia": said(*driver), "amdgpu": amd.read_text().strip() if amd.exists() else "missing", "fio": said("fio", "--version")}
     read = lambda path: json.loads(path.read_text()) if path.exists() else None
-    ended = {name: {key: value for key, value in one.items() if key != "command"} for name, one in record.parts.items()}
+    ended = {name: {key: value for key, value in one.items() if key not in ("command", "measured")} for name, one in record.parts.items()}
     return {
-        "machine": {"hardware": results.hardware(), "memory_bytes": int(memory) << 10, "kernel": platform.release()},
+        "machine": {"hardware": results.hardware(), "memory_bytes": memory_bytes("MemTotal"), "kernel": platform.release()},
         "date": datetime.date.today().isoformat(),
-        "commit": said("git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=8"),
+        "commit": commit(),
         "tiny": args.tiny,
         "torch": torch,
         "versions": versions,

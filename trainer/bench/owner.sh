@@ -7,6 +7,10 @@
 # Says first what it will do, how long that takes at most and what it writes, and asks. PYTHON names the Python with torch
 # (default: .python/bin/python of the clone, or python3).
 set -euo pipefail
+case ${PYTHON:-} in
+    /*) ;;
+    */*) PYTHON=$PWD/$PYTHON ;;
+esac
 cd "$(dirname "$0")/../.."
 called_in=$OLDPWD
 

@@ -251,7 +251,7 @@ impl FusedKernels {
             Arg::U32(tokens as u32),
             Arg::U32(heads as u32),
             Arg::U32(half as u32),
-            Arg::U32(u32::try_from(count).expect("fewer than 2^32 accesses of a micro-batch")),
+            accesses(count),
             Arg::F32(match turn {
                 Turn::Forward => 1.0,
                 Turn::Backward => -1.0,
@@ -376,7 +376,7 @@ impl FusedKernels {
             Arg::Ptr(addresses[0]),
             Arg::Ptr(addresses[1]),
             Arg::U32(columns as u32),
-            Arg::U32(u32::try_from(count).expect("fewer than 2^32 accesses of a micro-batch")),
+            accesses(count),
         ];
         // SAFETY: the caller's promise.
         unsafe {
@@ -441,6 +441,15 @@ impl Variants {
             (&pair[0], 1)
         }
     }
+}
+
+/// The number of a kernel's accesses, whose threads count in 32 bits, up to the last block's end.
+fn accesses(count: usize) -> Arg {
+    assert!(
+        count <= u32::MAX as usize - BLOCK_THREADS,
+        "fewer than 2^32 accesses of a micro-batch"
+    );
+    Arg::U32(count as u32)
 }
 
 /// Threads for a norm's row of `columns` elements, of which each has `chunks` with `lanes` elements.

@@ -40,20 +40,23 @@ pub(super) fn flatten(values: &mut Map<String, Value>) -> Result<(), ConfigError
             continue;
         };
         plain_given = true;
-        let Value::Object(table) = value else {
+        let Value::Object(mut table) = value else {
             if value.is_null() {
                 continue;
             }
             return Err(wrong_type(key, &value, "a table"));
         };
         check_table(key, &table)?;
+        // By whichever name the older table calls its kind, it takes precedence.
+        if let Some(kind) = table.remove("type") {
+            table.entry("rope_type").or_insert(kind);
+        }
         scaling.extend(table);
     }
     if let Some(theta) = scaling.remove("rope_theta") {
         values.insert("rope_theta".into(), theta);
     }
-    let kind = scaling.remove("type");
-    let kind = scaling.remove("rope_type").or(kind);
+    let kind = scaling.remove("rope_type");
     let plain = kind.as_ref().is_none_or(|kind| kind == "default");
     // Beside the tables it takes precedence over the one in them, as in transformers.
     if kind.as_ref().is_some_and(has_original)

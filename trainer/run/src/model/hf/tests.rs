@@ -155,6 +155,13 @@ fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
         linear.unwrap().config.rope_scaling,
         Some(RopeScaling::Linear { factor: 2.0 })
     );
+    // As many model cards tell people to add it, in the older words, to a newer file.
+    let added = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_scaling": {"type": "linear", "factor": 2}});
+    let added = with(sizes("llama"), added).unwrap().config;
+    assert_eq!(
+        added.rope_scaling,
+        Some(RopeScaling::Linear { factor: 2.0 })
+    );
     let plain = json!({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}});
     let plain = with(sizes("llama"), plain).unwrap().config;
     assert_eq!((plain.rope_theta, plain.rope_scaling), (5.0, None));
