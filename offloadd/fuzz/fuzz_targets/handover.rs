@@ -13,6 +13,12 @@ use libfuzzer_sys::fuzz_target;
 mod handed;
 // The modules are those of the simulation, which uses more of them.
 #[allow(dead_code)]
+#[path = "../../tests/simulation/disks.rs"]
+mod disks;
+#[allow(dead_code)]
+#[path = "../../tests/simulation/trace.rs"]
+mod trace;
+#[allow(dead_code)]
 #[path = "../../tests/simulation/trouble.rs"]
 mod trouble;
 #[allow(dead_code)]
