@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadd
-from offloadd import _opening, _residency
+from offloadd import _opening, _residency, _zero
 from offloadd._config import settings_of
 from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
@@ -160,6 +160,75 @@ def test_a_write_to_a_unit_that_stays_is_named_and_does_not_stay(write):
         ours.model(batch)
     handle.remove()
     assert torch.equal(ours.model(batch), expected)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Those in which `GatheredParameters` finds parameters."""
+    found = []
+    monkeypatch.setattr(_zero, "_runs", found)
+    return found
+
+
+def change_unseen(weight):
+    """Changes a weight as PEFT's merge does, where no sum of bits is compared any more."""
+    weight.data += 1
+
+
+@pytest.mark.parametrize("where", ["between passes", "in a forward", "nested"])
+def test_changes_that_are_lost_do_not_stay_on_the_gpu(runs, where):
+    ours = stays(MODELS["adapters"], trains=False)
+    gathering, batch = ours.engine.gathering, torch.randn(4, 8)
+    runs.append(SimpleNamespace(engine=ours.engine, closed=False))
+    weight = ours.model.blocks[1].linear.base.weight
+    unit = gathering.unit_of[id(weight)]
+
+    def change(*_):
+        with _zero.GatheredParameters([weight]):
+            change_unseen(weight)
+
+    with torch.no_grad():
+        for _ in range(5):
+            expected = ours.model(batch)
+        assert unit.kept and unit.watch._sums_left == 0
+        if where == "in a forward":
+            handle = ours.model.blocks[1].register_forward_hook(change)
+            ours.model(batch)
+            handle.remove()
+        elif where == "nested":
+            with _zero.GatheredParameters([weight]):
+                change()
+        else:
+            change()
+        count_gathers(ours.core)
+        assert torch.equal(ours.model(batch), expected) and count_gathers(ours.core) == [unit.index]
+        assert unit.kept
+
+
+def change_on_rank(rank, count, dir):
+    """What a frozen model makes on a rank before and after changes that are lost, by all ranks and by the one that saves."""
+    model, batch, found = randomize(MODELS["trained"]()), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
+    with torch.no_grad(), offloadd.prepare(model, None, config("cpu", dir), run_dir=dir / "run") as run:
+        _zero.remember(run)
+        let_stay(run.engine, 1)
+        weight = model.blocks[1].linear.weight
+
+        def change(anyway=False):
+            with _zero.GatheredParameters([weight]):
+                if anyway or rank == 0:
+                    change_unseen(weight)
+
+        for act in [lambda: None] * 5 + [change, lambda: change(anyway=True), lambda: run.on_first(lambda: (change(), change()))]:
+            act()
+            found.append(model(batch))
+        assert run.engine.gathering.unit_of[id(weight)].kept
+    return found
+
+
+@needs_daemon
+def test_changes_that_are_lost_stay_on_no_rank(tmp_path):
+    for found in on_ranks(2, tmp_path / "store", change_on_rank, tmp_path):
+        assert all(torch.equal(one, found[0]) for one in found)
 
 
 # With the real core

@@ -277,7 +277,8 @@ class Gathering:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """On the first rank, reads parameters meanwhile that the others `follow` to bring."""
+        """On the first rank, reads parameters meanwhile that the others `follow` to bring. No unit stays afterwards: what the script may have changed
+        is on this rank alone."""
         self.leads = True
         try:
             yield
@@ -285,12 +286,14 @@ class Gathering:
             self.leads = False
             if not self.ranks.meetings.broken:
                 self.ranks.first_bytes(_LEADS, b"")
+                self.release_kept()
 
     def follow(self) -> None:
         """Brings this rank's parts of what the first rank reads."""
         while index := self.ranks.first_bytes(_LEADS, b""):
             with self.gathered(self.units[int.from_bytes(index, "little")]):
                 pass
+        self.release_kept()
 
     def on_first(self, work: Callable[[], T]) -> Optional[T]:
         """Does `work`, which may read any parameter, on the first rank, and returns what it returned there. All ranks must call it."""

@@ -66,7 +66,7 @@ class Unit:
     fresh: bool = True
     # Times that it came, since somebody began to count.
     came: int = 0
-    # Whether a script has written to what is here.
+    # Whether a script has written to what is here, or may have.
     written: bool = False
     # Autograd's sequence number when the unit's forward began.
     start: int = 0

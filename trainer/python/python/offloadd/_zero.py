@@ -140,6 +140,8 @@ def GatheredParameters(
         for run, units in found:
             for unit in units:
                 stack.enter_context(run.engine.gathering.pinned(unit))
+            # Before the units are released, after an exception of the script too.
+            stack.callback(_let_none_stay, run, units)
         uses = {unit: _uses(unit) for _, units in found for unit in units}
         yield
         for unit, before in uses.items():
@@ -173,6 +175,13 @@ def _begin_with(run: Run, changes: Mapping[int, torch.Tensor]) -> None:
 def _has_room(run: Run, units: list[Unit]) -> bool:
     """Whether units that are to be read fit into memory at a time. One does; and where one rank leads, the others bring what it reads."""
     return len(units) < 2 or run.engine.gathering.leads or run.whole.has_room(units)
+
+
+def _let_none_stay(run: Run, units: list[Unit]) -> None:
+    """Lets units that are released next give their memory back, resident ones too: changes that nobody has noticed are lost with it. Where one rank
+    leads, `Gathering` does it at the end, on all ranks."""
+    for unit in units:
+        unit.written = unit.written or not run.engine.gathering.leads
 
 
 def _uses(unit: Unit) -> int:
