@@ -445,6 +445,42 @@ def test_units_go_where_another_process_takes_memory(margin):
     assert one.step() < 4
 
 
+@pytest.mark.parametrize("level, steps", [(4, 0), (4, 3), (9, 0)])
+def test_units_go_where_the_script_holds_more_between_passes(margin, level, steps):
+    peak = needed()
+    one = Auto(peak + MARGIN + Auto().cost(level))
+    level = one.step()
+    # A small part of the margin, which does not add up while it is held.
+    one.gpu.own_bytes += MARGIN // 4
+    assert [one.step() for _ in range(steps)] == [level] * steps
+    one.gpu.own_bytes += MARGIN
+    assert one.step() == one.seen[-1] < level
+    one.gpu.forget_peak()
+    one.step()
+    assert one.gpu.used_max <= one.gpu.size - MARGIN // 2
+    # As if nothing stayed.
+    one.gpu.own_bytes += one.gpu.size
+    assert one.step() == 0
+
+
+def test_what_a_backward_needs_is_not_held_between_passes(margin):
+    peak = needed()
+    one = Auto(peak + 2 * MARGIN + Auto().cost(4))
+
+    def step():
+        # Two forwards, the first of which leaves something to its backward.
+        losses = [one.ours.model(torch.randn(4, 8))]
+        one.gpu.own_bytes += MARGIN
+        losses.append(one.ours.model(torch.randn(4, 8)))
+        sum(losses).backward()
+        one.gpu.own_bytes -= MARGIN
+        one.ours.take_gradients()
+        return one.residency.level
+
+    level = step()
+    assert level >= 4 and [step(), step()] == [level] * 2
+
+
 def test_memory_of_weights_that_a_script_has_gathered_is_left_out_of_account(margin):
     peak = needed()
     one = Auto(peak + MARGIN + Auto().cost(4))

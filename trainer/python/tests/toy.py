@@ -84,10 +84,12 @@ class SimulatedGpu:
 
     def __init__(self, units, size=1 << 40):
         self.index, self.units, self.size, self.used_max = next(self.numbers), units, size, 0
+        # What the script holds.
+        self.own_bytes = self.OWN_BYTES
 
     @property
     def used(self):
-        return self.OWN_BYTES + sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
+        return self.own_bytes + sum(unit.flat.untyped_storage().nbytes() for unit in self.units)
 
     def memory(self):
         self.compute(0)

@@ -123,6 +123,8 @@ class Residency:
         self._baseline_bytes: Optional[int] = None
         # The highest use that PyTorch has told, and the one that is expected with this level.
         self._reported_peak_bytes = self._expected_peak_bytes = 0
+        # What the script held between passes that is part of the expected use.
+        self._held_bytes = 0
         # What steps computed with at most, and what is left to larger ones.
         self._computed_bytes = self._margin_bytes = 0
         # The most numbers in the inputs of a forward so far, without gradients and with them.
@@ -192,7 +194,8 @@ class Residency:
         found = self._gpu.memory()
         used_bytes = found.used_max_bytes
         if used_bytes > self._reported_peak_bytes and self._baseline_bytes is not None:
-            self._reported_peak_bytes = self._expected_peak_bytes = used_bytes
+            self._reported_peak_bytes = used_bytes
+            self._expected_peak_bytes = max(self._expected_peak_bytes, used_bytes)
             self._computed_bytes = max(self._computed_bytes, used_bytes - self._baseline_bytes - self.levels.gpu_bytes(self.level))
         return found
 
@@ -218,6 +221,19 @@ class Residency:
             self._gpu.forget_peak()
         self._baseline_bytes = self._gpu.memory().used_bytes
 
+    def _note_held(self) -> None:
+        """Expects a higher use where the script holds more between passes than when the level was chosen, such as another optimizer's moments. Within a
+        step, what a backward needs is held, too, which is no more than before."""
+        if not any(one._passes and one._gathering.trains for one in (self, *self._others())):
+            held_bytes = self._measured_held_bytes()
+            self._expected_peak_bytes += max(0, held_bytes - self._held_bytes)
+            self._held_bytes = max(self._held_bytes, held_bytes)
+
+    def _measured_held_bytes(self) -> int:
+        """Bytes that are used beside the units of all runs."""
+        units = (unit for one in (self, *self._others()) for unit in one._gathering.units)
+        return self._gpu.memory().used_bytes - _sum(unit for unit in units if unit.here or unit.kept or unit.expected)
+
     def _room_bytes(self) -> int:
         """Bytes that are left at the highest moment that is expected."""
         found = self._note_peak()
@@ -238,7 +254,7 @@ class Residency:
         level = self._lowest_of_ranks(level)
         if level == _UNKNOWN:
             return
-        self._has_chosen = True
+        self._has_chosen, self._held_bytes = True, self._measured_held_bytes()
         self._expected_peak_bytes += self.levels.cost(level, self._alone())
         self._set_level(level)
         self._say_what_stays(room)
@@ -246,6 +262,8 @@ class Residency:
     def _check_level(self, more_bytes: int) -> None:
         """Lowers the level where less than half of the margin is left. A forward that is about to compute with so many bytes more, for which too little may
         be left, shows with level 0 what it takes."""
+        self._note_peak()
+        self._note_held()
         level, alone, room = self.level, self._alone(), self._room_bytes()
         if room < self._margin_bytes // 2:
             level = self.levels.highest_within(level, self.levels.cost(level, alone) + room - self._margin_bytes, alone)
