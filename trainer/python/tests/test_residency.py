@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offloadd
-from offloadd import _opening, _residency, _zero
+from offloadd import _opening, _residency, _whole, _zero
 from offloadd._config import settings_of
 from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
@@ -160,6 +160,28 @@ def test_a_write_to_a_unit_that_stays_is_named_and_does_not_stay(write):
         ours.model(batch)
     handle.remove()
     assert torch.equal(ours.model(batch), expected)
+
+
+@pytest.mark.parametrize("wanted", [slice(None), slice(1, 3)])
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_weights_that_stay_leave_the_headroom_that_is_asked_for(fraction, wanted):
+    ours = Offloaded(randomize(MODELS["trained"]()), trains=False, resident=fraction)
+    units, whole = ours.engine.gathering.units, _whole.Whole(ours.engine, None)
+    whole._told = True
+    size = sum(unit.bytes for unit in units) + 1000
+    here = lambda: sum(unit.flat.untyped_storage().nbytes() for unit in units)
+    whole._free_bytes = lambda: size - here()
+    with torch.no_grad():
+        ours.model(torch.randn(4, 8))
+    kept, asked = here(), sum(unit.bytes for unit in units[wanted])
+    for headroom in (1 << 60, size - asked + 1):
+        assert not whole.has_room(units[wanted], headroom) and here() == kept
+    assert whole.has_room(units[wanted], 1000) and here() == kept
+    # The others go where they are in the way.
+    assert whole.has_room(units[wanted], size - asked) and here() == (asked if fraction else 0)
+    for unit in units:
+        unit.here = True
+    assert whole.has_room(units, 1 << 60)
 
 
 @pytest.fixture

@@ -42,12 +42,19 @@ class Whole:
     def has_room(self, units: Sequence[Unit], headroom_bytes: Optional[int] = None) -> bool:
         """Whether all of `units` fit into memory at a time, on each rank. The first time that they do not, says what this costs. All ranks must call
         it where units are to be brought."""
-        ranks, wanted = self._engine.gathering.ranks, sum(unit.bytes for unit in units if not (unit.here or unit.kept))
+        gathering, wanted = self._engine.gathering, sum(unit.bytes for unit in units if not unit.here)
         if not wanted:
             return True
-        free = self._free_bytes()
+        # What stays is there, or can go.
+        others = [unit for unit in gathering.units if unit.kept and unit not in units]
+        others_bytes = sum(unit.bytes for unit in others)
+        free = self._free_bytes() + others_bytes + sum(unit.bytes for unit in units if unit.kept)
         headroom = int(_HEADROOM * free) if headroom_bytes is None else headroom_bytes
-        if not any(ranks.any("find room for all weights", bytes([wanted + headroom > free]))):
+        left = free - wanted - headroom
+        full, others_go = gathering.ranks.any("find room for all weights", bytes([left < 0, left < others_bytes]))
+        if not full:
+            for unit in others if others_go else ():
+                gathering.take_away(unit)
             return True
         if not self._told:
             self._told = True
