@@ -337,6 +337,23 @@ def test_a_model_that_nothing_trains_is_brought_once_for_all_tokens(tmp_path):
         assert 0 < come < run.generation.bound.bytes and run.generation.last.part == pytest.approx(come / run.generation.bound.bytes)
 
 
+@needs_daemon
+def test_a_run_ends_where_the_gpu_has_failed(tmp_path, monkeypatch):
+    def failing(self, unit):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    for _ in range(2):
+        model = randomize(MODELS["trained"]())
+        run = offloadd.prepare(model, None, config("cpu", tmp_path), run_dir=tmp_path / "run")
+        let_stay(run.engine, 1)
+        with torch.no_grad():
+            model(torch.randn(4, 8))
+        assert any(unit.kept for unit in run.engine.gathering.units)
+        with monkeypatch.context() as patch:
+            patch.setattr(HostMemory, "release", failing)
+            run.close(keep=False)
+
+
 # As many as have room
 
 MARGIN = 1000

@@ -411,7 +411,9 @@ class Run:
         finally:
             self.engine.gathering.ended = True
             if self.engine.residency is not None:
-                self.engine.residency.close()
+                # A GPU that has failed keeps no daemon, lock or other rank waiting.
+                with contextlib.suppress(Error, RuntimeError):
+                    self.engine.residency.close()
             if self.engine.activations is not None:
                 self.engine.activations.close()
             with contextlib.suppress(*[Error] * meetings.broken):
