@@ -19,6 +19,7 @@ def test_any_view_of_a_storage_is_refused_until_access_is_allowed():
     views = {"itself": flat, "a view": flat.view(2, 4).t(), "a slice": flat[3:], "detached": flat.detach()}
     reads = {"sum": torch.Tensor.sum, "add_": lambda one: one.add_(1), "numpy": lambda one: one.numpy(), "address": torch.Tensor.data_ptr}
     access = Access(flat.untyped_storage(), "blocks.3")
+    assert _storage.can_forbid()
     for _ in range(2):
         access.forbid()
         for name, view in views.items():
@@ -49,6 +50,7 @@ def test_a_version_of_torch_without_the_flags_is_told_once(monkeypatch):
         _storage._flag_offsets.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(torch._C, "_set_storage_data_ptr_access_error_msg", other)
+            assert not _storage.can_forbid()
             access = Access(flat.untyped_storage(), "blocks.3")
             access.forbid()
             access.forbid()

@@ -25,6 +25,7 @@ from ._ranks import Ranks
 from ._residency import Residency
 from ._run_dir import InUse, begin_part, check_place, lock, writable
 from ._state import from_blob
+from ._storage import can_forbid
 from ._supported_optimizers import check_optimizer
 from ._units import Unit
 from ._untrained import WeightsDiffer, same_bits
@@ -216,11 +217,17 @@ def move_to_gpu(engine: Engine, gpu: GpuDevice) -> None:
 
 
 def keep_units(engine: Engine, settings: Settings, gpu: Optional[GpuDevice], run_dir: Path) -> None:
-    """Lets units stay on a GPU that computes."""
-    if gpu is not None and not engine.gathering.keep:
+    """Lets units stay on a GPU that computes, where what a script has kept of a released one cannot be written to."""
+    if gpu is None:
+        why = "the model computes on the processor"
+    elif engine.gathering.keep:
+        why = "all parameters stay with the model"
+    elif not can_forbid():
+        why = f"torch {torch.__version__} does not tell how to refuse access to memory of released weights (2.11 does)"
+    else:
         engine.residency = Residency(engine.gathering, gpu, settings.gpu_resident_fraction, run_dir)
-    elif settings.gpu_resident_fraction:
-        why = "the model computes on the processor" if gpu is None else "all parameters stay with the model"
+        return
+    if settings.gpu_resident_fraction:
         say(f"offloadd.gpu_resident_fraction = {settings.gpu_resident_fraction:g} has no effect: {why}")
 
 

@@ -41,6 +41,11 @@ class Access:
             flag.value = False
 
 
+def can_forbid() -> bool:
+    """Whether this version of torch can be told to refuse access to memory."""
+    return _flag_offsets() is not None
+
+
 def _message(of_what: str) -> str:
     return (
         f"memory of {of_what} is used after it was released, and the values are in tiles: read the model's parameters, which brings them; keep a "
