@@ -1,5 +1,6 @@
 """Units that stay in memory when they are released: the bits of those that come each time, fewer of which come, and as many as have room."""
 
+import dataclasses
 import json
 import math
 import re
@@ -455,6 +456,27 @@ def test_units_go_before_a_forward_with_larger_inputs_and_come_back_as_far_as_th
     # Or all that is left, and more of the margin.
     one.takes = 14_000
     assert one.step(rows=80) == 0 == one.step(rows=4) and one.seen[3:] == [0, 0]
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    more: object = None
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, numbers",
+    [
+        ([torch.ones(2, 3)], {"mask": torch.ones(4), "use_cache": True}, 10),
+        ([[torch.ones(2), torch.ones(3)], (torch.ones(4), [None, torch.ones(5)])], {}, 14),
+        ([{"image": [torch.ones(2)], "text": {"ids": torch.ones(3)}}], {"batch": Batch(torch.ones(4), [torch.ones(5)])}, 14),
+        # A cache, and one of older versions of transformers.
+        ([SimpleNamespace(keys=torch.ones(9))], {"past_key_values": ((torch.ones(9), torch.ones(9)),), "x": torch.ones(1)}, 1),
+        (["text", 3, None, Batch], {}, 0),
+    ],
+)
+def test_numbers_of_inputs_are_found_wherever_they_are(args, kwargs, numbers):
+    assert _residency._numbers_in(args, kwargs) == numbers
 
 
 def test_inputs_without_gradients_say_nothing_of_those_with_them(margin):

@@ -63,8 +63,8 @@ def calls_of(module: Optional[nn.Module]) -> int:
     return calls
 
 
-def tensors_in(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output, in dataclasses and other plain objects too."""
+def tensors_in(value: Any, depth: int = 8, objects: bool = True) -> Iterator[torch.Tensor]:
+    """The tensors in a module's inputs or output, in dataclasses too, and with `objects` in other plain objects."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -74,12 +74,12 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
         parts = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__") and not callable(value):
+    elif objects and hasattr(value, "__dict__") and not callable(value):
         parts = vars(value).values()
     else:
         return
     for part in list(parts) if depth else ():
-        yield from tensors_in(part, depth - 1)
+        yield from tensors_in(part, depth - 1, objects)
 
 
 def returned(unit: Unit, output: Any) -> bool:

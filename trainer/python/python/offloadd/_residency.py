@@ -18,6 +18,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 import torch
 
 from ._console import say
+from ._forwards import tensors_in
 from ._gathering import Gathering
 from ._memory import GpuBytes, GpuDevice, gpu_weight_bytes
 from ._units import Unit
@@ -337,7 +338,6 @@ def _text(size: int) -> str:
 
 
 def _numbers_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The numbers in a forward's inputs. Caches of keys and values, which are no tensors, do not count: they are memory that is used already."""
-    given = [*args, *kwargs.values()]
-    given += [one for inputs in given if isinstance(inputs, Mapping) for one in inputs.values()]
-    return sum(one.numel() for one in given if isinstance(one, torch.Tensor))
+    """The numbers in a forward's inputs. Caches of keys and values do not count: they are memory that is used already."""
+    given = [*args, *(value for name, value in kwargs.items() if name != "past_key_values")]
+    return sum(one.numel() for one in tensors_in(given, objects=False))
