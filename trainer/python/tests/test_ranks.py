@@ -259,6 +259,11 @@ def read_weight(rank, number, model):
         model.lm_head.weight.sum().item()
 
 
+def release_memory(rank, number, model):
+    if rank == 0:
+        model._offloadd_run.release()
+
+
 def barrier(rank, number, model):
     if (rank, number) == (1, 1):
         dist.barrier()
@@ -283,6 +288,7 @@ def test_ranks_that_do_different_things_are_all_told_who_stands_where(tmp_path):
     for what, steps, words in (
         (skip, (3, 3), ('rank 0: "bring (root) (forward)"', 'rank 1: "bring (root) (forward without gradients)"')),
         (slow, (3, 2), ('rank 0: "bring (root) (forward)"', 'rank 1: "end the run"')),
+        (release_memory, (3, 3), ('rank 0: "release memory"', 'rank 1: "bring (root) (forward)"')),
         (read_weight, (3, 3), ('rank 0: "bring (root) (outside of forward and backward)"', 'rank 1: "bring (root) (forward)"')),
     ):
         path = tmp_path / what.__name__

@@ -308,12 +308,14 @@ class Engine:
             self.residency.step_ended()
 
     def release(self) -> None:
-        """Gives back all memory that the next pass can do without, or makes again."""
+        """Gives back all memory that the next pass can do without, or makes again. All ranks must call it: the next pass brings what stayed."""
         gathering = self.gathering
         if self.forwards and calls_of(None) or in_backward():
             raise Error("run.release() within a forward or a backward: call it between passes")
         if any(unit.pins for unit in gathering.units):
             raise Error("run.release() while weights are to stay in memory: call it after run.gathered() or GatheredParameters has ended")
+        if not gathering.ended:
+            gathering.ranks.meet("release memory")
         for unit in gathering.units:
             if unit.expected:
                 # Its memory must not go while it is written.

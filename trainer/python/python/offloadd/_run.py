@@ -324,7 +324,7 @@ class Run:
 
     def release(self) -> None:
         """Frees memory between passes: units that are here, buffers that gradients leave from, and what PyTorch holds of the GPU's. The next pass
-        makes them again."""
+        makes them again. All ranks must call it."""
         self.engine.release()
 
     # Weights and checkpoints
