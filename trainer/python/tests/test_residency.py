@@ -437,6 +437,35 @@ def test_units_go_where_steps_take_more_and_do_not_come_back(margin):
     assert [one.step() for _ in range(3)] == [fallen] * 3
 
 
+def test_a_peak_after_a_fall_is_seen_though_there_was_a_higher_one(margin):
+    peak = needed()
+    one = Auto(peak + MARGIN + Auto().cost(4))
+    assert one.step() == 4
+    one.takes += MARGIN
+    one.step()
+    before, fallen = one.gpu.used_max, one.step()
+    assert 0 < fallen < 4
+    one.takes += MARGIN // 4
+    one.gpu.forget_peak()
+    one.step()
+    assert one.gpu.used_max < before
+    # Another process takes so much that too little is left beside this peak, though not beside the one that was expected.
+    one.gpu.size = one.gpu.used_max + MARGIN // 2 - 1
+    assert one.step() < fallen
+
+
+def test_a_run_that_measures_anew_leaves_others_what_they_have_not_noted_yet(margin):
+    one, other = with_room(5, 10_000), Auto()
+    other.gpu = other.residency._gpu = one.gpu
+    one.gpu.units = one.levels.units + other.levels.units
+    other.residency._baseline_bytes = 0
+    one.step()
+    one.gpu.compute(1 << 20)
+    highest = one.gpu.used_max
+    one.residency._measure_anew()
+    assert other.residency._expected_peak_bytes == highest > one.gpu.used_max
+
+
 def with_room(level, takes):
     """A model on a GPU on which one level has room."""
     peak = needed(takes=takes)

@@ -277,10 +277,16 @@ class Residency:
         elif level < self.level:
             self._expected_peak_bytes -= self.levels.cost(self.level, alone) - self.levels.cost(level, alone)
             self._set_level(level)
+            if not self._others():
+                # The peak of the level before would hide those of this one.
+                self._gpu.forget_peak()
+                self._reported_peak_bytes = 0
             self._say_less()
 
     def _measure_anew(self) -> None:
         """Begins to find out what memory is used at level 0. Other runs keep what they have noted."""
+        for one in self._others():
+            one._note_peak()
         self._gpu.forget_peak()
         self._has_chosen = False
         self._reported_peak_bytes = self._expected_peak_bytes = 0
