@@ -1,0 +1,55 @@
+"""Rows of trainer/bench can be started: the trainer accepts their run files, and the package starts as they start it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+BENCH = ROOT / "trainer/bench"
+sys.path.append(str(BENCH))
+
+import rows  # noqa: E402
+
+MACHINE = ["--gpu-memory", "139GiB", "--host-memory", "1TiB", "--cores", "16", "--drives", "4x6.2GB/s:3.2GB/s"]
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_the_trainer_accepts_a_rows_run_file(tmp_path, name):
+    row = rows.ROWS[name]
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 1024)
+    drives = [tmp_path / f"drive{number}" for number in range(row.get("drives", 1))]
+    for drive in drives:
+        drive.mkdir()
+    paths = [str(drive) for drive in drives]
+    text = rows.run_file(row, rows.MODELS["1.3b"], data=str(tmp_path / "text"), directory=str(tmp_path / "run"), nvme_paths=paths, steps=3)
+    (tmp_path / "run.toml").write_text(text)
+    command = [ROOT / "target/debug/trainer", "plan", tmp_path / "run.toml", "--json", *MACHINE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout, done.stderr
+    # This machine's file systems may be too small for the row.
+    problems = [one for one in json.loads(done.stdout)["problems"] if "free" not in one]
+    assert not problems, problems
+
+
+@pytest.mark.parametrize("mode", ["none", "cpu", "nvme"])
+def test_the_packages_rows_start(tmp_path, mode):
+    (tmp_path / "drive").mkdir()
+    shape = {"hidden": 64, "layers": 2, "heads": 4, "ff": 160, "vocab": 300, "seq": 32, "micro": 2, "steps": 3}
+    words = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    command = [
+        sys.executable,
+        BENCH / "pytorch_client.py",
+        mode,
+        "--out",
+        tmp_path,
+        "--directory",
+        tmp_path / "drive",
+        "--program",
+        ROOT / "target/debug/offloadd",
+    ]
+    done = subprocess.run([*map(str, command), *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 3
