@@ -67,7 +67,7 @@ def disk_bytes():
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["gpu", "cpu-opt", "cpu", "nvme-opt", "nvme"])
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -79,7 +79,11 @@ def main():
     parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    a = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    a = arguments()
     # Without a launcher one process, as it would describe it, with all processors for its optimizer.
     for name, value in {
         "OMP_NUM_THREADS": str(os.cpu_count()),

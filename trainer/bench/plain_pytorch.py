@@ -157,7 +157,7 @@ def batches(a, device):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
         "hidden": 2048,
@@ -183,7 +183,11 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    a = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    a = arguments()
     began = time.time()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -16,7 +16,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=["none", "cpu", "nvme"])
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -27,20 +27,14 @@ def main():
     parser.add_argument("--program", help="the program offloadd")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    a = parser.parse_args()
-    began = time.time()
-    sys.path.insert(0, str(HERE.parent / "python/python"))
-    import offloadd
+    return parser.parse_args()
+
+
+def made(a, device):
+    """The model of a row."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if ranks > 1:
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     config = LlamaConfig(
         hidden_size=a.hidden,
         intermediate_size=a.ff,
@@ -62,6 +56,24 @@ def main():
     if a.compile:
         for layer in model.model.layers:
             layer.compile()
+    return model
+
+
+def main():
+    a = arguments()
+    began = time.time()
+    sys.path.insert(0, str(HERE.parent / "python/python"))
+    import offloadd
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    model = made(a, device)
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     settings = {
