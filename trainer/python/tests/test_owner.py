@@ -97,7 +97,10 @@ def test_what_a_machine_has_no_means_for_is_left_out_by_name(args, tmp_path, mon
     with_gpu, free_bytes = {**NO_GPU, "gpus": ["a GPU"]}, {"scale": 6 << 30, "nvme1": 47 << 30}
     for free, lacking in ((0, ["scale", "nvme1"]), (free_bytes["scale"], ["nvme1"]), (free_bytes["nvme1"], [])):
         monkeypatch.setattr(owner.shutil, "disk_usage", lambda _, free=free: argparse.Namespace(free=free))
+        monkeypatch.setattr(owner, "memory_bytes", lambda _: 64 << 30)
         assert [name for name, part in parts.items() if owner.why_not(part, args, with_gpu)] == lacking, free
+    monkeypatch.setattr(owner, "memory_bytes", lambda _: 16 << 30)
+    assert [name for name, part in parts.items() if owner.why_not(part, args, with_gpu)] == ["host", "client-host"]
 
 
 def test_before_the_start_and_on_the_page_stands_how_long_it_takes_and_what_it_writes(args, tmp_path):
