@@ -59,8 +59,6 @@ DEVICE void block_barrier() {
 DEVICE float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE float div_f32(float a, float b) { return a / b; }
 DEVICE float sqrt_f32(float x) { return __builtin_sqrtf(x); }
-DEVICE float exp2_near(float x) { return __builtin_exp2f(x); }
-DEVICE float inverse_near(float x) { return __builtin_amdgcn_rcpf(x); }
 DEVICE u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 DEVICE u64 bits_of_f64(double x) { return __builtin_bit_cast(u64, x); }
@@ -103,12 +101,6 @@ DEVICE float inverse_near(float x) {
     asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
     return inverse;
 }
-#elif !GPU_HIP
-DEVICE float exp2_near(float x) { return __builtin_exp2f(x); }
-DEVICE float inverse_near(float x) { return 1.0f / x; }
-#endif
-
-#if defined(__CUDACC__)
 DEVICE u16 fp16_bits(float x) {
     u16 bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
@@ -120,6 +112,12 @@ DEVICE float fp16_value(u16 bits) {
     return x;
 }
 #else
+DEVICE float exp2_near(float x) { return __builtin_exp2f(x); }
+#if GPU_HIP
+DEVICE float inverse_near(float x) { return __builtin_amdgcn_rcpf(x); }
+#else
+DEVICE float inverse_near(float x) { return 1.0f / x; }
+#endif
 DEVICE u16 fp16_bits(float x) { return __builtin_bit_cast(u16, (_Float16)x); }
 DEVICE float fp16_value(u16 bits) { return (float)__builtin_bit_cast(_Float16, bits); }
 #endif
