@@ -473,8 +473,8 @@ keys! {
         #[default("1 with rope_type = \"yarn\"")]
         #[example("1.0")]
         pub beta_slow: Option<f64>,
-        /// YaRN: with mscale_all_dim, attention_factor is 1 + 0.1 mscale ln(factor), divided by the same of
-        /// mscale_all_dim.
+        /// YaRN: used together with mscale_all_dim, if attention_factor is not set. It is then
+        /// (1 + 0.1 x mscale x ln(factor)) / (1 + 0.1 x mscale_all_dim x ln(factor)).
         #[default("none")]
         #[example("1.0")]
         pub mscale: Option<f64>,
