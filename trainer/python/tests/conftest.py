@@ -26,3 +26,24 @@ def groups_end():
     yield
     if not had and torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that is given back belongs to somebody else: whoever still reads it finds no numbers, or other bytes."""
+    # Where the extension is not built, conftest.py is read all the same.
+    from offloadd._memory import HostMemory
+
+    plain = HostMemory.release
+
+    def release(self, unit):
+        if unit.here or unit.kept:
+            unit.access.allow()
+            with torch.no_grad():
+                if unit.flat.is_floating_point():
+                    unit.flat.fill_(float("nan"))
+                else:
+                    unit.flat.view(torch.uint8).fill_(0x7F)
+        plain(self, unit)
+
+    monkeypatch.setattr(HostMemory, "release", release)

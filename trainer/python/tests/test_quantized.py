@@ -133,21 +133,6 @@ def of_bytes(value):
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that is given back belongs to somebody else: whoever still reads it finds other bytes."""
-    plain = HostMemory.release
-
-    def release(self, unit):
-        if unit.here or unit.kept:
-            unit.access.allow()
-            with torch.no_grad():
-                unit.flat.view(torch.uint8).fill_(0x7F)
-        plain(self, unit)
-
-    monkeypatch.setattr(HostMemory, "release", release)
-
-
 WAYS = [("nf4", "cpu", "reentrant"), ("nf4", "nvme", "other"), ("int8", "cpu", "other"), ("int8", "nvme", "reentrant"), ("torchao int8", "nvme", "reentrant")]
 WAYS += [("fp4 in bf16 storage", "cpu", None), ("torchao intx", "cpu", "other"), ("torchao float8", "cpu", "reentrant")]
 

@@ -1,6 +1,5 @@
 """Models that nothing trains: their weights are written once, come when they are needed, and give the bits of plain PyTorch."""
 
-import math
 import re
 
 import pytest
@@ -30,20 +29,6 @@ def llama(seed=0, dtype=torch.bfloat16, layers=6):
 
 def prompts(rows=3, length=7):
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that is given back belongs to somebody else: whoever still reads it finds no numbers."""
-    plain = HostMemory.release
-
-    def release(self, unit):
-        with torch.no_grad():
-            if unit.here:
-                unit.flat.fill_(math.nan)
-        plain(self, unit)
-
-    monkeypatch.setattr(HostMemory, "release", release)
 
 
 def prepared(model, device, dir, **more):
