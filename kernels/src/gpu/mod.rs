@@ -69,6 +69,13 @@ pub const SOURCES: &[(&str, &str)] = &[
             include_str!("source/fused_loss.cu"),
         ),
     ),
+    (
+        "fp8",
+        concat!(
+            include_str!("source/fused_common.h"),
+            include_str!("source/fp8.cu"),
+        ),
+    ),
 ];
 
 /// Vendor of a GPU.

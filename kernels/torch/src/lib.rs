@@ -12,6 +12,7 @@
 //! cudnn/       CudnnAttention       attention by cuDNN, whose backward pass repeats in bits
 //! collective/  Comm, GpuComm        several processes as one, through Gloo, NCCL or RCCL
 //! fused.rs     FusedKernels         kernels that do at once what torch's operators do in several passes
+//! fp8.rs       Fp8Kernels           matrices in 8-bit numbers, and their products
 //! ```
 //!
 //! A C++ exception never crosses into Rust: each shim function catches it and returns its text.
@@ -30,6 +31,8 @@ mod cudnn;
 mod device;
 #[allow(unsafe_code)]
 mod ffi;
+#[allow(unsafe_code)]
+pub mod fp8;
 #[allow(unsafe_code)]
 pub mod fused;
 #[allow(unsafe_code)]

@@ -11,5 +11,12 @@ fn the_tests_of_fused_kernels_hold_on_a_fake() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/gpu/fake");
     let libraries = ["libcuda.so.1", "libnvrtc.so.13"];
     let options = ["-DFAKE_EAGER"];
-    run_on_fake(&source, &libraries, &options, &["formulas::"], CUDA_INFO, 4);
+    run_on_fake(
+        &source,
+        &libraries,
+        &options,
+        &["formulas::", "fp8::"],
+        CUDA_INFO,
+        7,
+    );
 }

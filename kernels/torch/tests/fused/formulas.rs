@@ -5,34 +5,18 @@
 
 use std::sync::OnceLock;
 
-use kernels::gpu::Gpu;
 use kernels_torch::fused::{FusedKernels, Turn};
-use kernels_torch::{device_of, load_gpu_half};
 use tch::{Device, Kind, Tensor};
 
-use crate::on_fake::DRIVER;
+use crate::opened;
 
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 
-/// Returns the kernels, compiled once, and the device of their tensors: the CPU with the fake driver, whose memory that is.
+/// Returns the kernels, compiled once, and the device of their tensors.
 fn fused() -> Option<&'static (FusedKernels, Device)> {
     static COMPILED: OnceLock<Option<(FusedKernels, Device)>> = OnceLock::new();
     let compiled = COMPILED.get_or_init(|| {
-        let gpu = match Gpu::open(0) {
-            Ok(gpu) => gpu,
-            Err(error) if error.is_absent() => {
-                println!("skipped: {error}: fused kernels");
-                return None;
-            }
-            Err(error) => panic!("{error}"),
-        };
-        println!("{:?}", gpu.info());
-        let device = if std::env::var_os(DRIVER).is_some() {
-            Device::Cpu
-        } else {
-            load_gpu_half().unwrap();
-            device_of(&gpu)
-        };
+        let (gpu, device) = opened("fused kernels")?;
         Some((FusedKernels::compile(&gpu, device).unwrap(), device))
     });
     compiled.as_ref()

@@ -1,0 +1,218 @@
+//! Matrices in 8-bit numbers and their products, which a GPU's matrix units compute at twice the rate of 16-bit ones.
+//!
+//! A matrix has one scale, a power of two, chosen from its largest absolute value now and not from earlier ones: nothing has to be
+//! kept between steps or in a checkpoint, and no number overflows. A matrix with an element that is not finite gives products of NaN.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::TorchError;
+use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, SOURCES, Stream};
+
+/// Most parts of a matrix's largest value, as in the source; also the threads of a block that converts.
+const LARGEST_PARTS: usize = 256;
+/// Threads of a block that finds a part of the largest value.
+const LARGEST_THREADS: usize = 512;
+/// Rows and columns that a block converts.
+const TILE: usize = 128;
+/// Elements of an access to 16-bit numbers.
+const ACCESS_ELEMS: usize = 8;
+/// Rows and columns are multiples of it: what the conversion stores at once, and what the products take.
+pub const FP8_UNIT: usize = 16;
+
+/// A format of 8 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fp8Format {
+    /// 3 bits of mantissa, up to 448: activations and weights.
+    E4m3,
+    /// 2 bits of mantissa, up to 57,344: gradients, whose sizes differ more.
+    E5m2,
+}
+
+/// Layouts of a converted matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fp8Layout {
+    /// That of the matrix.
+    Straight,
+    /// Rows and columns exchanged. Matrix units take 8-bit factors only along the dimension that is summed.
+    Transposed,
+    /// Both, which is cheaper than one after the other.
+    Both,
+}
+
+/// A matrix [rows, columns] in 8-bit numbers.
+#[derive(Debug)]
+pub struct Fp8Matrix {
+    /// [rows, columns]
+    pub straight: Option<Tensor>,
+    /// [columns, rows]
+    pub transposed: Option<Tensor>,
+    /// What the numbers are to be multiplied by: fp32, without a dimension.
+    pub inverse_scale: Tensor,
+}
+
+/// The compiled kernels of one GPU.
+#[derive(Debug)]
+pub struct Fp8Kernels {
+    stream: Stream,
+    device: Device,
+    largest_parts: Function,
+    to_e4m3: Function,
+    to_e5m2: Function,
+}
+
+impl Fp8Format {
+    /// torch's name.
+    pub fn kind(self) -> Kind {
+        match self {
+            Fp8Format::E4m3 => Kind::Float8e4m3fn,
+            Fp8Format::E5m2 => Kind::Float8e5m2,
+        }
+    }
+
+    /// The largest number.
+    pub fn largest(self) -> f64 {
+        match self {
+            Fp8Format::E4m3 => 448.0,
+            Fp8Format::E5m2 => 57344.0,
+        }
+    }
+}
+
+impl Fp8Layout {
+    fn is_straight(self) -> bool {
+        self != Fp8Layout::Transposed
+    }
+
+    fn is_transposed(self) -> bool {
+        self != Fp8Layout::Straight
+    }
+}
+
+impl Fp8Kernels {
+    /// Compiles the kernels for `gpu`, which is torch's `device` ([`crate::use_gpu`]).
+    ///
+    /// # Errors
+    /// There is no run-time compiler, or it refused the source.
+    pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
+        let (name, source) = SOURCES
+            .iter()
+            .find(|(name, _)| *name == "fp8")
+            .expect("a source of ours");
+        let module = gpu.compile(name, source, &CompileOptions::default())?;
+        Ok(Self {
+            stream: gpu.default_stream(),
+            device,
+            largest_parts: module.function("largest_parts")?,
+            to_e4m3: module.function("to_fp8_e4m3")?,
+            to_e5m2: module.function("to_fp8_e5m2")?,
+        })
+    }
+
+    /// Converts `x` [rows, columns], bf16 and contiguous, both sizes multiples of [`FP8_UNIT`].
+    ///
+    /// # Errors
+    /// Out of memory, or a launch failed.
+    pub fn convert(
+        &self,
+        x: &Tensor,
+        format: Fp8Format,
+        layout: Fp8Layout,
+    ) -> Result<Fp8Matrix, TorchError> {
+        let (rows, columns) = x.size2()?;
+        for size in [rows, columns] {
+            assert!(
+                (size as usize).is_multiple_of(FP8_UNIT) && size > 0,
+                "sizes in multiples of {FP8_UNIT}, not {size}"
+            );
+        }
+        assert!(
+            x.is_contiguous() && x.kind() == Kind::BFloat16 && x.device() == self.device,
+            "a contiguous bf16 matrix on this GPU"
+        );
+        let empty = |shape: [i64; 2]| Tensor::f_empty(shape, (format.kind(), self.device));
+        let straight = layout.is_straight().then(|| empty([rows, columns]));
+        let transposed = layout.is_transposed().then(|| empty([columns, rows]));
+        let (straight, transposed) = (straight.transpose()?, transposed.transpose()?);
+        let accesses = x.numel() / ACCESS_ELEMS;
+        let part_count = accesses.div_ceil(LARGEST_THREADS).min(LARGEST_PARTS);
+        let parts = Tensor::f_empty([part_count as i64], (Kind::Int, self.device))?;
+        let inverse_scale = Tensor::f_empty([0i64; 0], (Kind::Float, self.device))?;
+
+        let count = |elems: usize| Arg::U32(u32::try_from(elems).expect("fewer than 2^32"));
+        let (from, parts) = (x.data_ptr() as u64, parts.data_ptr() as u64);
+        let address = |x: &Option<Tensor>| x.as_ref().map_or(0, |x| x.data_ptr() as u64);
+        let args = [Arg::Ptr(from), Arg::Ptr(parts), count(accesses)];
+        // SAFETY: the arguments match the kernel, which reads `numel` elements, a multiple of an access's at torch's alignment, and
+        // writes a part for each block.
+        unsafe { self.launch(&self.largest_parts, part_count, LARGEST_THREADS, &args)? };
+        let args = [
+            Arg::Ptr(from),
+            Arg::Ptr(address(&straight)),
+            Arg::Ptr(address(&transposed)),
+            Arg::Ptr(parts),
+            count(part_count),
+            Arg::Ptr(inverse_scale.data_ptr() as u64),
+            count(rows as usize),
+            count(columns as usize),
+        ];
+        let function = match format {
+            Fp8Format::E4m3 => &self.to_e4m3,
+            Fp8Format::E5m2 => &self.to_e5m2,
+        };
+        let tiles = (rows as usize).div_ceil(TILE) * (columns as usize).div_ceil(TILE);
+        // SAFETY: the arguments match the kernel, which touches `rows` times `columns` elements of each matrix that is not null; all
+        // were allocated with that number (asserted above for `x`).
+        unsafe { self.launch(function, tiles, LARGEST_PARTS, &args)? };
+        Ok(Fp8Matrix {
+            straight,
+            transposed,
+            inverse_scale,
+        })
+    }
+
+    /// # Safety
+    /// Same as [`Function::launch`].
+    unsafe fn launch(
+        &self,
+        function: &Function,
+        blocks: usize,
+        threads: usize,
+        args: &[Arg],
+    ) -> Result<(), TorchError> {
+        let grid = [u32::try_from(blocks).expect("fewer than 2^32 blocks"), 1, 1];
+        // SAFETY: the caller's promise. Tensors keep their memory until the kernel has run, as in `fused.rs`.
+        unsafe { function.launch(grid, [threads as u32, 1, 1], 0, &self.stream, args)? };
+        Ok(())
+    }
+}
+
+/// How sums of products are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fp8Sums {
+    /// In the matrix units, with some 14 bits: for outputs of forward.
+    Fast,
+    /// Moved to fp32 every few products: for gradients.
+    Exact,
+}
+
+/// Multiplies `a` [n, k] by the transposed `b` [m, k], each with what its numbers are to be multiplied by, and adds `bias`, `[m]`: [n, m]
+/// in bf16, which is written to `out` if given. On a GPU of NVIDIA from compute capability 8.9.
+///
+/// # Errors
+/// torch's: out of memory, a size that is no multiple of 16.
+pub fn fp8_product(
+    (a, a_scale): (&Tensor, &Tensor),
+    (b, b_scale): (&Tensor, &Tensor),
+    bias: Option<&Tensor>,
+    out: Option<&Tensor>,
+    sums: Fp8Sums,
+) -> Result<Tensor, TorchError> {
+    let b = b.f_transpose(0, 1)?;
+    let (fast, none) = (sums == Fp8Sums::Fast, None::<&Tensor>);
+    Ok(match out {
+        None => a.f_internal_scaled_mm(&b, a_scale, b_scale, bias, none, Kind::BFloat16, fast)?,
+        Some(out) => {
+            a.f_internal_scaled_mm_out(out, &b, a_scale, b_scale, bias, none, Kind::BFloat16, fast)?
+        }
+    })
+}
