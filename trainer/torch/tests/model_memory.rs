@@ -4,7 +4,7 @@
 use std::process::{Child, Command, Stdio};
 
 use trainer_torch::compute::{Activation, Engine, Tokens, UnitWeights, set_up};
-use training_run::computation::{AttentionKernel, Work, working_bytes};
+use training_run::computation::{AttentionKernel, Matmuls, Work, working_bytes};
 use training_run::model::{Architecture, Dropout, Dtype, ModelConfig, Window};
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
@@ -182,6 +182,7 @@ fn the_computation_takes_no_more_memory_than_planned() {
                 micro_batches: case.micro_batches,
                 tiles: case.tiles,
                 attention: AttentionKernel::Torch,
+                matmuls: Matmuls::InDtype,
                 deterministic: true,
             },
         );

@@ -9,7 +9,7 @@
 use kernels::attention::{AttentionSizes, backward_workspace_bytes, cudnn_supports};
 
 use super::{
-    ActivationCheckpointing, AttentionKernel, DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX,
+    ActivationCheckpointing, AttentionKernel, DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX, Matmuls,
     block_is_written_out, head_is_written_out, normed_elem_bytes, queries_at_a_time,
 };
 use crate::model::{
@@ -36,6 +36,7 @@ pub struct Work {
     /// Chunks of a block's MLP.
     pub tiles: usize,
     pub attention: AttentionKernel,
+    pub matmuls: Matmuls,
     /// Whether sums of attention have a fixed order.
     pub deterministic: bool,
 }
@@ -191,6 +192,7 @@ pub fn device_working_bytes(
         micro_batches,
         tiles,
         attention,
+        matmuls,
         deterministic,
     } = work;
     let units = unit_layouts(config);
@@ -216,6 +218,11 @@ pub fn device_working_bytes(
     let parts_of_torch = {
         let parts = if deterministic { ATTENTION_PARTS } else { 0 };
         (parts * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES
+    };
+    // At gate and up: both layouts of their gradients, the norm's result, and a layout of the weights.
+    let fp8_bytes = match matmuls {
+        Matmuls::InDtype => 0,
+        Matmuls::Fp8 => tokens * (4 * feed_forward + hidden) + 2 * feed_forward * hidden,
     };
     let written_out = |kernel: AttentionKernel| {
         // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
@@ -244,6 +251,7 @@ pub fn device_working_bytes(
         };
         (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + parts)
             + tokens * normed_bytes(config, elem_bytes)
+            + fp8_bytes
     };
     let graph = if tiles > 1 || !block_is_written_out(config, dropout) {
         graph_bytes(config, dropout, work) + parts_of_torch + block * elem_bytes
@@ -316,6 +324,46 @@ pub fn cudnn_refusal(
     (!cudnn_supports(head_dim)).then(|| {
         format!("it takes heads of up to 256 elements in multiples of 8, and these have {head_dim}")
     })
+}
+
+/// Rows and columns of matrices in 8 bits are multiples of it.
+const FP8_UNIT: usize = 16;
+
+/// Returns why products in 8 bits cannot compute this model's blocks for micro-batches of `tokens` tokens, whatever the GPU; `None` if
+/// they can.
+pub fn fp8_refusal(
+    config: &ModelConfig,
+    dropout: &Dropout,
+    dtype: Dtype,
+    tiles: usize,
+    tokens: usize,
+) -> Option<String> {
+    if dtype != Dtype::Bf16 {
+        return Some("results are rounded to bf16, so model.dtype must be \"bf16\"".to_owned());
+    }
+    if tiles > 1 || !block_is_written_out(config, dropout) {
+        return Some(
+            "blocks of this form, with dropout, or with the MLP in chunks, have no explicit backward"
+                .to_owned(),
+        );
+    }
+    let sizes = [
+        ("model.hidden_size", config.hidden_size),
+        ("model.intermediate_size", config.intermediate_size),
+        (
+            "the width of all query heads",
+            config.heads * config.head_dim(),
+        ),
+        (
+            "the width of all key heads",
+            config.kv_heads * config.head_dim(),
+        ),
+        ("a micro-batch's number of tokens", tokens),
+    ];
+    let (name, size) = (sizes.into_iter()).find(|(_, size)| !size.is_multiple_of(FP8_UNIT))?;
+    Some(format!(
+        "{name} is {size}, which is not a multiple of {FP8_UNIT}"
+    ))
 }
 
 /// Sizes of a micro-batch's attention.

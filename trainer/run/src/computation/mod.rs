@@ -6,8 +6,8 @@ mod memory;
 use crate::model::{Dropout, Form, Mlp, ModelConfig, Norm, Positions};
 
 pub use memory::{
-    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, kept_bytes_a_token,
-    working_bytes,
+    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, fp8_refusal,
+    kept_bytes_a_token, working_bytes,
 };
 
 /// Kernels for attention in blocks with an explicit backward. Results differ within the rounding of sums.
@@ -17,6 +17,17 @@ pub enum AttentionKernel {
     Torch,
     /// cuDNN's, whose backward pass repeats in bits.
     Cudnn,
+}
+
+/// Numbers of the factors in the products of blocks; sums and results keep the dtype. The choice changes results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
+pub enum Matmuls {
+    /// Those of the dtype.
+    #[serde(rename = "dtype")]
+    InDtype,
+    /// 8 bits, with one scale for each matrix, on a GPU that has matrix units for them.
+    #[serde(rename = "fp8")]
+    Fp8,
 }
 
 /// Part of a block that its backward pass recomputes. The choice does not change results. All levels except `Full` need

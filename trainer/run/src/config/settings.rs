@@ -12,7 +12,7 @@ use super::resolve::UnresolvedSettings;
 use super::{
     Fraction, LrSchedule, OptimizerSettings, OverflowPolicy, Reports, SettingsError, Stage, Tier,
 };
-use crate::computation::ActivationCheckpointing;
+use crate::computation::{ActivationCheckpointing, Matmuls};
 use crate::model::{Dropout, Dtype, ModelConfig};
 use training_state::learning_rate::learning_rate;
 
@@ -413,6 +413,8 @@ pub struct TrainSettings {
     pub attention: AttentionChoice,
     /// Whether results repeat in bits. Otherwise a GPU may add in any order, which is faster in places.
     pub deterministic: bool,
+    /// Numbers of the factors in the products of blocks.
+    pub matmuls: Matmuls,
     /// Chunks into which the MLP of a block is divided; they are computed one after the other. 1: undivided.
     /// More chunks need less memory and change the order of summation.
     pub mlp_chunks: usize,

@@ -3,7 +3,7 @@
 //! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
-use kernels::gpu::GpuError;
+use kernels::gpu::{GpuError, Vendor};
 use offload_support::memory::available_bytes;
 use serde::Serialize;
 use training_ranks::World;
@@ -99,6 +99,8 @@ pub struct GpuHardware {
     pub bus_bytes_per_s: Figure,
     /// Reason why attention cannot use cuDNN's kernels; `None` if it can.
     pub no_cudnn: Option<String>,
+    /// Reason why products cannot be computed in 8 bits; `None` if they can.
+    pub no_fp8: Option<String>,
 }
 
 /// The machine that a plan is made for.
@@ -268,7 +270,23 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
         memory_bytes,
         bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
         no_cudnn: Some("the GPU's architecture is not known".to_owned()),
+        no_fp8: None,
     }
+}
+
+/// First architecture of NVIDIA whose matrix units take 8-bit numbers: Ada, then Hopper.
+const FP8_ARCH_MIN: u32 = 89;
+
+/// Why products cannot be computed in 8 bits on this GPU; `None` if they can.
+fn no_fp8(vendor: Vendor, arch: &str) -> Option<String> {
+    if vendor == Vendor::Hip {
+        return Some("only NVIDIA's GPUs are supported".to_owned());
+    }
+    let number = arch
+        .strip_prefix("sm_")
+        .and_then(|arch| arch.parse::<u32>().ok());
+    let old = number.is_none_or(|number| number < FP8_ARCH_MIN);
+    old.then(|| format!("this GPU ({arch}) has no matrix units for them, as those from sm_{FP8_ARCH_MIN} on have"))
 }
 
 /// Describes this process's GPU, with its free memory.
@@ -281,5 +299,6 @@ fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError
         memory_bytes: gpu.free_bytes()?,
         bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
         no_cudnn: support.no_cudnn,
+        no_fp8: no_fp8(gpu.info().vendor, &gpu.info().arch),
     })
 }

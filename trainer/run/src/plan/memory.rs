@@ -108,6 +108,7 @@ impl ComputeMemory {
             micro_batches: batch.micro_batches,
             tiles: settings.train.mlp_chunks,
             attention: gpu.map_or(AttentionKernel::Torch, |gpu| gpu.attention),
+            matmuls: settings.train.matmuls,
             deterministic: settings.train.deterministic,
         };
         let working =

@@ -8,7 +8,7 @@ use swapper::SwapperError;
 
 use super::choices::why_no_cudnn;
 use super::{Plan, optimizer_device_name};
-use crate::computation::ActivationCheckpointing;
+use crate::computation::{ActivationCheckpointing, Matmuls, fp8_refusal};
 use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{CheckpointError, DirError, RunId, resolved};
 
@@ -72,6 +72,7 @@ pub(super) fn find(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
         no_gpu(plan, settings),
         update(plan, settings),
         attention(plan, settings),
+        matmuls(plan, settings),
         gpu_memory(plan),
         host_memory(plan, settings),
         device_space(plan, settings),
@@ -132,6 +133,31 @@ fn attention(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         ProblemKind::Settings,
         format!("train.attention is \"cudnn\", but cuDNN's attention cannot be used: {why}"),
         "leave it out, or set it to \"torch\"",
+    ))
+}
+
+fn matmuls(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    if settings.train.matmuls != Matmuls::Fp8 {
+        return None;
+    }
+    let batch = &settings.batch;
+    let why = match &plan.hardware.gpu {
+        None => Some("there is no GPU".to_owned()),
+        Some(gpu) => gpu.no_fp8.clone(),
+    };
+    let why = why.or_else(|| {
+        fp8_refusal(
+            &settings.model,
+            &settings.dropout,
+            settings.dtype,
+            settings.train.mlp_chunks,
+            batch.micro_batch * batch.seq_len,
+        )
+    })?;
+    Some(Problem::new(
+        ProblemKind::Settings,
+        format!("train.matmuls is \"fp8\", but products cannot be computed in 8 bits: {why}"),
+        "leave it out, or set it to \"dtype\"",
     ))
 }
 

@@ -191,6 +191,7 @@ impl Plan {
             checkpointing: self.checkpointing,
             attention: self.attention_used(settings),
             deterministic,
+            matmuls: settings.train.matmuls,
             products_tflops: self.hardware.products_tflops,
         };
         let gpu = self.hardware.gpu.as_ref();

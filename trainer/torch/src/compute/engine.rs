@@ -5,6 +5,7 @@ mod head;
 use std::rc::Rc;
 
 use kernels::gpu::DeviceBuffer;
+use kernels_torch::fp8::Fp8Kernels;
 use kernels_torch::fused::FusedKernels;
 use kernels_torch::{CudnnAttention, use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
@@ -13,12 +14,12 @@ use super::block;
 use super::documents::Batch;
 use super::dropout::Masks;
 use super::embedding;
-use super::explicit::{self, BlockWeights, Ops};
+use super::explicit::{self, BlockWeights, Ops, Products};
 use super::params::Params;
 use super::positions::Rotary;
 use super::values::kind_of;
 use super::{Activation, ComputeDevice, ComputeError, GradSink, GradSums, Tokens, UnitWeights};
-use training_run::computation::{ActivationCheckpointing, AttentionKernel};
+use training_run::computation::{ActivationCheckpointing, AttentionKernel, Matmuls};
 use training_run::computation::{
     DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX, block_is_written_out, head_is_written_out,
 };
@@ -43,6 +44,8 @@ pub struct Engine {
     /// Torch's name of the device.
     device: Device,
     arithmetic: Arithmetic,
+    /// How an explicit block computes its products.
+    products: Products,
     /// Tables of rotary positions, if the model uses them.
     rotary: Option<Rotary>,
     /// cuDNN's attention; `None`: torch's.
@@ -127,6 +130,7 @@ impl Engine {
             on: ComputeDevice::Cpu,
             device: Device::Cpu,
             arithmetic: Arithmetic::Autograd,
+            products: Products::InKind,
             rotary,
             cudnn: None,
             logits_elems_max: LOGITS_ELEMS_MAX,
@@ -175,6 +179,21 @@ impl Engine {
         Ok(self)
     }
 
+    /// Computes the products of blocks in `matmuls`, which needs blocks with an explicit backward.
+    ///
+    /// # Errors
+    /// The kernels cannot be compiled for this device.
+    pub fn with_matmuls(mut self, matmuls: Matmuls) -> Result<Self, ComputeError> {
+        self.products = match (matmuls, &self.on) {
+            (Matmuls::InDtype, _) => Products::InKind,
+            (Matmuls::Fp8, ComputeDevice::Gpu(gpu)) => {
+                Products::Fp8(Box::new(Fp8Kernels::compile(gpu, self.device)?))
+            }
+            (Matmuls::Fp8, ComputeDevice::Cpu) => panic!("the plan refuses 8-bit products there"),
+        };
+        Ok(self)
+    }
+
     /// Sets what a block keeps from forward to backward. Has no effect on blocks without an explicit
     /// backward, as on the CPU.
     pub fn with_checkpointing(mut self, checkpointing: ActivationCheckpointing) -> Self {
@@ -211,6 +230,12 @@ impl Engine {
     #[cfg(test)]
     pub(crate) fn written_out(mut self) -> Self {
         self.arithmetic = Arithmetic::Explicit(Ops::Plain);
+        self
+    }
+
+    /// Computes products in 8 bits with torch operators, on any device; tests compare the matrix units with them.
+    pub fn with_plain_fp8(mut self) -> Self {
+        self.products = Products::Fp8Plain;
         self
     }
 
@@ -433,6 +458,7 @@ impl Engine {
         check_unit(&self.units[1], weights);
         Ok(explicit::Block {
             ops,
+            products: &self.products,
             config: &self.config,
             rotary: self
                 .rotary(batch)?

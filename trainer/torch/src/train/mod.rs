@@ -389,6 +389,7 @@ fn take_memory(
     };
     let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
         .with_attention(prepared.plan.attention, settings.train.deterministic)?
+        .with_matmuls(settings.train.matmuls)?
         .with_checkpointing(prepared.plan.checkpointing)
         .in_tiles(settings.train.mlp_chunks)
         .leaving_out(settings.dropout, settings.train.seed);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use offload_support::units::parse_time;
 
 use super::{Faults, at_least, value, within, word};
-use crate::computation::ActivationCheckpointing;
+use crate::computation::{ActivationCheckpointing, Matmuls};
 use crate::config::toml::{self, ConfigToml, Steps, TrainToml};
 use crate::config::{
     AttentionChoice, DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings,
@@ -105,6 +105,11 @@ pub(super) fn train(
             ("torch", AttentionChoice::Torch),
         ],
     ));
+    let matmuls = faults.collect(word(
+        "train.matmuls",
+        train.matmuls.as_deref(),
+        &[("dtype", Matmuls::InDtype), ("fp8", Matmuls::Fp8)],
+    ));
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         epochs: train.epochs,
@@ -127,6 +132,7 @@ pub(super) fn train(
         activation_checkpointing: activation_checkpointing?,
         attention: attention?,
         deterministic: train.deterministic.unwrap_or(true),
+        matmuls: matmuls?,
         mlp_chunks: train.mlp_chunks.unwrap_or(1) as usize,
         micro_batch_group: micro_batch_group(train, faults),
     })

@@ -3,10 +3,12 @@
 use std::rc::Rc;
 
 use kernels_torch::CudnnAttention;
+use kernels_torch::fp8::Fp8Layout::{Straight, Transposed};
 use tch::Tensor;
 
 use super::attention::{Attention, Means, Shape, attention, normed_attention};
 use super::ops::{NormOutput, Ops};
+use super::products::Products;
 use super::projection::Projection;
 use crate::compute::documents::Documents;
 use crate::compute::positions::Rotary;
@@ -99,6 +101,7 @@ struct BlockActivations {
 /// A block's computation with its weights.
 pub(crate) struct Block<'a> {
     pub(crate) ops: &'a Ops,
+    pub(crate) products: &'a Products,
     pub(crate) config: &'a ModelConfig,
     pub(crate) rotary: Rotary,
     pub(crate) documents: Option<Rc<Documents>>,
@@ -125,7 +128,8 @@ impl Block<'_> {
             KeptActivations::default(),
         )?;
         let gated = self.ops.gated(&passed.gate_up)?;
-        let mut output = self.weights.down.forward(&gated)?;
+        let gated = self.products.activation(&gated, Straight)?;
+        let mut output = self.weights.down.forward(self.products, &gated)?;
         let _ = output.f_add_(&passed.sum)?;
         let products = keep == ActivationCheckpointing::Matmuls;
         let kept = KeptActivations {
@@ -145,7 +149,7 @@ impl Block<'_> {
         grad_output: &Tensor,
         grads: &mut GradSink,
     ) -> Result<Tensor, ComputeError> {
-        let (ops, weights) = (self.ops, &self.weights);
+        let (ops, products, weights) = (self.ops, self.products, &self.weights);
         let (shape, x) = rows(self.config, input)?;
         let grad_output = grad_output.f_view_as(&x)?;
         let BlockActivations {
@@ -157,14 +161,21 @@ impl Block<'_> {
         } = self.pass(shape, &x, true, kept)?;
 
         // Down, and the product of silu(gate) and up.
-        let mut gated = weights.down.back(&grad_output)?;
+        let grad = products.gradient(&grad_output)?;
+        let mut gated = weights.down.back(products, &grad)?;
         ops.gated_backward(&mut gated, &mut gate_up)?;
-        weights.down.add_grads(grads, &grad_output, &gated)?;
+        let factor = products.activation(&gated, Transposed)?;
+        weights.down.add_grads(products, grads, &grad, &factor)?;
+        drop((factor, grad));
         drop(gated);
 
         // Gate and up, and the second norm.
-        weights.gate_up.add_grads(grads, &gate_up, &second.output)?;
-        let grad_normed = weights.gate_up.back(&gate_up)?;
+        let grad = products.gradient(&gate_up)?;
+        let factor = products.activation(&second.output, Transposed)?;
+        weights.gate_up.add_grads(products, grads, &grad, &factor)?;
+        drop(factor);
+        let grad_normed = weights.gate_up.back(products, &grad)?;
+        drop(grad);
         drop(gate_up);
         let (grad_sum, grad_norm) = ops.rms_norm_backward(
             &grad_normed,
@@ -177,10 +188,12 @@ impl Block<'_> {
         drop((grad_normed, sum, second));
 
         // The output projection and attention.
-        weights
-            .out
-            .add_grads(grads, &grad_sum, &attended.attn_out)?;
-        let grad_mixed = weights.out.back(&grad_sum)?;
+        let grad = products.gradient(&grad_sum)?;
+        let factor = products.activation(&attended.attn_out, Transposed)?;
+        weights.out.add_grads(products, grads, &grad, &factor)?;
+        drop(factor);
+        let grad_mixed = weights.out.back(products, &grad)?;
+        drop(grad);
         let (grad_qkv, grad_head_norms) =
             attended.backward(ops, &self.rotary, &self.means(), &grad_mixed)?;
         drop(grad_mixed);
@@ -189,8 +202,12 @@ impl Block<'_> {
         }
 
         // Query, key and value, and the first norm.
-        weights.qkv.add_grads(grads, &grad_qkv, &first.output)?;
-        let grad_normed = weights.qkv.back(&grad_qkv)?;
+        let grad = products.gradient(&grad_qkv)?;
+        let factor = products.activation(&first.output, Transposed)?;
+        weights.qkv.add_grads(products, grads, &grad, &factor)?;
+        drop(factor);
+        let grad_normed = weights.qkv.back(products, &grad)?;
+        drop(grad);
         drop(grad_qkv);
         let (grad_input, grad_norm) = ops.rms_norm_backward(
             &grad_normed,
@@ -224,12 +241,15 @@ impl Block<'_> {
         graph: bool,
         kept: KeptActivations,
     ) -> Result<BlockActivations, ComputeError> {
-        let (ops, weights, eps) = (self.ops, &self.weights, self.config.norm_eps);
+        let (ops, products) = (self.ops, self.products);
+        let (weights, eps) = (&self.weights, self.config.norm_eps);
         let first = ops.rms_norm(x, &weights.input_norm.weight, eps)?;
         let attended = match kept.attended {
             Some(attended) => attended,
             None => {
-                let qkv = weights.qkv.forward(&first.output)?;
+                let normed = products.activation(&first.output, Straight)?;
+                let qkv = weights.qkv.forward(products, &normed)?;
+                drop(normed);
                 let (rotary, means) = (&self.rotary, self.means());
                 match weights.head_norms() {
                     None => attention(ops, rotary, shape, &means, &qkv, graph)?,
@@ -246,13 +266,17 @@ impl Block<'_> {
                 (sum, second)
             }
             None => {
-                let added = weights.out.forward(&attended.attn_out)?;
+                let attn_out = products.activation(&attended.attn_out, Straight)?;
+                let added = weights.out.forward(products, &attn_out)?;
                 ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
         };
         let gate_up = match kept.gate_up {
             Some(gate_up) => gate_up,
-            None => weights.gate_up.forward(&second.output)?,
+            None => {
+                let normed = products.activation(&second.output, Straight)?;
+                weights.gate_up.forward(products, &normed)?
+            }
         };
         Ok(BlockActivations {
             first,

@@ -1,7 +1,9 @@
 //! Explicit forward and backward of block and head, with autograd only for attention: how a GPU computes.
 //!
 //! ```text
-//!   product.rs, projection.rs    matrix products; one for weights that are adjacent
+//!   product.rs    matrix products in the kind of the numbers
+//!   products.rs   those of a block: in that kind or in 8 bits
+//!   projection.rs one product for weights that are adjacent
 //!   ops.rs        elementwise operations: in torch operators (the definition), or in fused kernels
 //!   attention.rs  rotary positions and attention, forward and backward
 //!   block.rs      a block: forward; recomputation and backward
@@ -18,8 +20,10 @@ mod block;
 mod head;
 mod ops;
 mod product;
+mod products;
 mod projection;
 
 pub(super) use block::{Block, BlockWeights, KeptActivations};
 pub(super) use head::{HeadWeights, head_backward, head_loss};
 pub(super) use ops::Ops;
+pub(super) use products::Products;

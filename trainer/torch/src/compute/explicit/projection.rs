@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
+use kernels_torch::fp8::Fp8Layout;
 use tch::Tensor;
 
-use super::product::{times, times_transposed_plus, weight_grad};
+use super::products::{Factor, Products};
 use crate::compute::linear::at_least_fp32;
 use crate::compute::{ComputeError, GradSink, UnitWeights};
 use training_run::model::{ParamRole, UnitLayout};
@@ -41,26 +42,32 @@ impl Projection {
     }
 
     /// Projects `x` [rows, inputs] to [rows, outputs].
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
-        times_transposed_plus(x, &self.weight, self.bias.as_ref())
+    pub(super) fn forward(&self, products: &Products, x: &Factor) -> Result<Tensor, ComputeError> {
+        let weight = products.weight(&self.weight, Fp8Layout::Straight)?;
+        products.times_transposed_plus(x, &weight, self.bias.as_ref())
     }
 
     /// Computes the gradient of the input from that of the output.
-    pub(super) fn back(&self, grad: &Tensor) -> Result<Tensor, ComputeError> {
-        times(grad, &self.weight)
+    pub(super) fn back(&self, products: &Products, grad: &Factor) -> Result<Tensor, ComputeError> {
+        let weight = products.weight(&self.weight, Fp8Layout::Transposed)?;
+        products.times(grad, &weight)
     }
 
     /// Adds the parameters' gradients to `grads`, computed from the output's gradient and the input `x`.
     pub(super) fn add_grads(
         &self,
+        products: &Products,
         grads: &mut GradSink,
-        grad: &Tensor,
-        x: &Tensor,
+        grad: &Factor,
+        x: &Factor,
     ) -> Result<(), ComputeError> {
-        grads.add_product(self.weights_at.clone(), |out| weight_grad(out, grad, x))?;
+        grads.add_product(self.weights_at.clone(), |out| {
+            products.weight_grad(out, grad, x)
+        })?;
         let Some(biases) = self.biases_at.clone() else {
             return Ok(());
         };
+        let grad = grad.own;
         let sum = grad.f_sum_dim_intlist(&[0i64][..], false, at_least_fp32(grad.kind()))?;
         grads.add_parts(biases, &sum)
     }

@@ -13,19 +13,7 @@ use training_run::model::ParamLayout;
 
 /// Largest difference of two gradients of a parameter, relative to the parameter's largest gradient.
 fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
-    let numbers = |bytes: &[u8]| -> Vec<f64> {
-        match kind {
-            Kind::Float => bytes
-                .chunks_exact(4)
-                .map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap())))
-                .collect(),
-            _ => bytes
-                .chunks_exact(2)
-                .map(|b| f64::from(half::bf16::from_ne_bytes([b[0], b[1]]).to_f32()))
-                .collect(),
-        }
-    };
-    let (a, b) = (numbers(a), numbers(b));
+    let (a, b) = (numbers(a, kind), numbers(b, kind));
     let range = param.range_elems();
     let largest = a[range.clone()].iter().fold(0f64, |m, x| m.max(x.abs()));
     let apart = a[range.clone()]
@@ -36,8 +24,22 @@ fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
     apart / largest
 }
 
+/// The numbers of a gradient of this kind.
+pub(super) fn numbers(bytes: &[u8], kind: Kind) -> Vec<f64> {
+    match kind {
+        Kind::Float => bytes
+            .chunks_exact(4)
+            .map(|b| f64::from(f32::from_ne_bytes(b.try_into().unwrap())))
+            .collect(),
+        _ => bytes
+            .chunks_exact(2)
+            .map(|b| f64::from(half::bf16::from_ne_bytes([b[0], b[1]]).to_f32()))
+            .collect(),
+    }
+}
+
 /// Forms with an explicit backward, except the plain one.
-fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
+pub(super) fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
     let without_padding = |config| ModelConfig {
         pad_token_id: None,
         ..config

@@ -7,6 +7,7 @@ mod documents;
 mod dropout;
 mod explicit;
 mod forms;
+mod fp8;
 mod gradients;
 mod sink;
 mod tiled;

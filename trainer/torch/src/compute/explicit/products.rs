@@ -1,0 +1,186 @@
+//! How the products of a block's projections are computed: in the kind of its numbers, or in 8 bits.
+//!
+//! In 8 bits, each factor is converted with one scale of its own: weights and activations to E4M3, gradients to E5M2. Sums, results and
+//! everything else of a block stay in the kind of its numbers. Torch operators define it; a GPU's matrix units compute the same, with
+//! the sums of a forward product in fewer bits.
+
+use kernels_torch::fp8::{Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, fp8_product};
+use tch::{Kind, Tensor};
+
+use super::product;
+use crate::compute::ComputeError;
+
+/// Implementation of a block's products.
+pub(crate) enum Products {
+    /// In the kind of the factors.
+    InKind,
+    /// In 8 bits, with torch operators on any device.
+    Fp8Plain,
+    /// In 8 bits, by a GPU's matrix units.
+    Fp8(Box<Fp8Kernels>),
+}
+
+/// A factor of products with its form in 8 bits, if they are computed so.
+pub(super) struct Factor<'a> {
+    pub(super) own: &'a Tensor,
+    fp8: Option<Fp8Matrix>,
+}
+
+impl Products {
+    /// Prepares an activation [rows, columns]: straight for a forward product, transposed for the gradient of a weight.
+    pub(super) fn activation<'a>(
+        &self,
+        x: &'a Tensor,
+        layout: Fp8Layout,
+    ) -> Result<Factor<'a>, ComputeError> {
+        self.factor(x, Fp8Format::E4m3, layout)
+    }
+
+    /// Prepares a projection's weight [outputs, inputs]: straight for its forward product, transposed for its input's gradient.
+    pub(super) fn weight<'a>(
+        &self,
+        weight: &'a Tensor,
+        layout: Fp8Layout,
+    ) -> Result<Factor<'a>, ComputeError> {
+        self.factor(weight, Fp8Format::E4m3, layout)
+    }
+
+    /// Prepares the gradient of a projection's output [rows, columns] for both products of backward.
+    pub(super) fn gradient<'a>(&self, grad: &'a Tensor) -> Result<Factor<'a>, ComputeError> {
+        self.factor(grad, Fp8Format::E5m2, Fp8Layout::Both)
+    }
+
+    fn factor<'a>(
+        &self,
+        own: &'a Tensor,
+        format: Fp8Format,
+        layout: Fp8Layout,
+    ) -> Result<Factor<'a>, ComputeError> {
+        let fp8 = match self {
+            Products::InKind => None,
+            Products::Fp8Plain => Some(plain_convert(own, format)?),
+            Products::Fp8(kernels) => {
+                Some(kernels.convert(&own.f_contiguous()?, format, layout)?)
+            }
+        };
+        Ok(Factor { own, fp8 })
+    }
+
+    /// Multiplies `x` [n, k] by the transposed `weight` [m, k], adding `bias`, `[m]`, before rounding.
+    pub(super) fn times_transposed_plus(
+        &self,
+        x: &Factor,
+        weight: &Factor,
+        bias: Option<&Tensor>,
+    ) -> Result<Tensor, ComputeError> {
+        match (&x.fp8, &weight.fp8) {
+            (Some(a), Some(b)) => {
+                let (a, b) = (straight(a), straight(b));
+                self.fp8_product(a, b, bias, None, Fp8Sums::Fast)
+            }
+            _ => product::times_transposed_plus(x.own, weight.own, bias),
+        }
+    }
+
+    /// Multiplies `grad` [n, m] by `weight` [m, k].
+    pub(super) fn times(&self, grad: &Factor, weight: &Factor) -> Result<Tensor, ComputeError> {
+        match (&grad.fp8, &weight.fp8) {
+            (Some(a), Some(b)) => {
+                let (a, b) = (straight(a), transposed(b));
+                self.fp8_product(a, b, None, None, Fp8Sums::Exact)
+            }
+            _ => product::times(grad.own, weight.own),
+        }
+    }
+
+    /// Writes a weight's gradient, the transposed `grad` [n, m] times `x` [n, k], to `out` [m, k].
+    pub(super) fn weight_grad(
+        &self,
+        out: &Tensor,
+        grad: &Factor,
+        x: &Factor,
+    ) -> Result<(), ComputeError> {
+        match (&grad.fp8, &x.fp8) {
+            (Some(a), Some(b)) => {
+                let (a, b) = (transposed(a), transposed(b));
+                let _ = self.fp8_product(a, b, None, Some(out), Fp8Sums::Exact)?;
+                Ok(())
+            }
+            _ => product::weight_grad(out, grad.own, x.own),
+        }
+    }
+
+    /// Multiplies `a` [n, k] by the transposed `b` [m, k].
+    fn fp8_product(
+        &self,
+        a: (&Tensor, &Tensor),
+        b: (&Tensor, &Tensor),
+        bias: Option<&Tensor>,
+        out: Option<&Tensor>,
+        sums: Fp8Sums,
+    ) -> Result<Tensor, ComputeError> {
+        match self {
+            Products::Fp8Plain => plain_product(a, b, bias, out),
+            _ => Ok(fp8_product(a, b, bias, out, sums)?),
+        }
+    }
+}
+
+fn straight(matrix: &Fp8Matrix) -> (&Tensor, &Tensor) {
+    let numbers = matrix
+        .straight
+        .as_ref()
+        .expect("converted for this product");
+    (numbers, &matrix.inverse_scale)
+}
+
+fn transposed(matrix: &Fp8Matrix) -> (&Tensor, &Tensor) {
+    let numbers = (matrix.transposed.as_ref()).expect("converted for this product");
+    (numbers, &matrix.inverse_scale)
+}
+
+/// Converts with the largest power of two as scale with which the largest number stays in the format.
+fn plain_convert(x: &Tensor, format: Fp8Format) -> Result<Fp8Matrix, ComputeError> {
+    let wide = x.f_to_kind(Kind::Double)?;
+    let largest = wide.f_abs()?.f_max()?.f_double_value(&[])?;
+    let scale = if largest == 0.0 || !largest.is_finite() {
+        1.0
+    } else {
+        (format.largest() / largest)
+            .log2()
+            .floor()
+            .min(126.0)
+            .exp2()
+    };
+    let inverse = if largest.is_finite() {
+        1.0 / scale
+    } else {
+        f64::NAN
+    };
+    let numbers = wide.f_mul_scalar(scale)?.f_to_kind(Kind::Float)?;
+    let numbers = numbers.f_to_kind(format.kind())?;
+    Ok(Fp8Matrix {
+        transposed: Some(numbers.f_transpose(0, 1)?.f_contiguous()?),
+        straight: Some(numbers),
+        inverse_scale: Tensor::f_full([0i64; 0], inverse, (Kind::Float, x.device()))?,
+    })
+}
+
+fn plain_product(
+    (a, a_scale): (&Tensor, &Tensor),
+    (b, b_scale): (&Tensor, &Tensor),
+    bias: Option<&Tensor>,
+    out: Option<&Tensor>,
+) -> Result<Tensor, ComputeError> {
+    let value = |x: &Tensor, scale: &Tensor| x.f_to_kind(Kind::Float)?.f_mul(scale);
+    let product = value(a, a_scale)?.f_mm(&value(b, b_scale)?.f_transpose(0, 1)?)?;
+    let product = match bias {
+        Some(bias) => product.f_add(&bias.f_to_kind(Kind::Float)?)?,
+        None => product,
+    };
+    let product = product.f_to_kind(Kind::BFloat16)?;
+    if let Some(out) = out {
+        out.shallow_clone().f_copy_(&product)?;
+    }
+    Ok(product)
+}
