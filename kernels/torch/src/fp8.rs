@@ -39,6 +39,10 @@ pub enum Fp8Layout {
     Both,
 }
 
+/// The largest absolute value of a matrix, in parts on its GPU, from which its scale is chosen.
+#[derive(Debug)]
+pub struct Largest(Tensor);
+
 /// A matrix [rows, columns] in 8-bit numbers.
 #[derive(Debug)]
 pub struct Fp8Matrix {
@@ -108,49 +112,51 @@ impl Fp8Kernels {
         })
     }
 
-    /// Converts `x` [rows, columns], bf16 and contiguous, both sizes multiples of [`FP8_UNIT`].
+    /// Finds the largest absolute value of `x`, of a shape that [`Fp8Kernels::convert`] takes.
     ///
     /// # Errors
-    /// Out of memory, or a launch failed.
+    /// Out of memory, or the launch failed.
+    pub fn largest(&self, x: &Tensor) -> Result<Largest, TorchError> {
+        self.check(x)?;
+        let accesses = x.numel() / ACCESS_ELEMS;
+        let part_count = accesses.div_ceil(LARGEST_THREADS).min(LARGEST_PARTS);
+        let parts = Tensor::f_empty([part_count as i64], (Kind::Int, self.device))?;
+        let args = [
+            Arg::Ptr(x.data_ptr() as u64),
+            Arg::Ptr(parts.data_ptr() as u64),
+            count(accesses),
+        ];
+        // SAFETY: the arguments match the kernel, which reads `numel` elements, a multiple of an access's at torch's alignment, and
+        // writes a part for each block.
+        unsafe { self.launch(&self.largest_parts, part_count, LARGEST_THREADS, &args)? };
+        Ok(Largest(parts))
+    }
+
+    /// Converts `x` [rows, columns], bf16 and contiguous, both sizes multiples of [`FP8_UNIT`], whose largest value is `largest`.
+    ///
+    /// # Errors
+    /// Out of memory, or the launch failed.
     pub fn convert(
         &self,
         x: &Tensor,
+        Largest(parts): &Largest,
         format: Fp8Format,
         layout: Fp8Layout,
     ) -> Result<Fp8Matrix, TorchError> {
-        let (rows, columns) = x.size2()?;
-        for size in [rows, columns] {
-            assert!(
-                (size as usize).is_multiple_of(FP8_UNIT) && size > 0,
-                "sizes in multiples of {FP8_UNIT}, not {size}"
-            );
-        }
-        assert!(
-            x.is_contiguous() && x.kind() == Kind::BFloat16 && x.device() == self.device,
-            "a contiguous bf16 matrix on this GPU"
-        );
+        let (rows, columns) = self.check(x)?;
         let empty = |shape: [i64; 2]| Tensor::f_empty(shape, (format.kind(), self.device));
         let straight = layout.is_straight().then(|| empty([rows, columns]));
         let transposed = layout.is_transposed().then(|| empty([columns, rows]));
         let (straight, transposed) = (straight.transpose()?, transposed.transpose()?);
-        let accesses = x.numel() / ACCESS_ELEMS;
-        let part_count = accesses.div_ceil(LARGEST_THREADS).min(LARGEST_PARTS);
-        let parts = Tensor::f_empty([part_count as i64], (Kind::Int, self.device))?;
         let inverse_scale = Tensor::f_empty([0i64; 0], (Kind::Float, self.device))?;
 
-        let count = |elems: usize| Arg::U32(u32::try_from(elems).expect("fewer than 2^32"));
-        let (from, parts) = (x.data_ptr() as u64, parts.data_ptr() as u64);
         let address = |x: &Option<Tensor>| x.as_ref().map_or(0, |x| x.data_ptr() as u64);
-        let args = [Arg::Ptr(from), Arg::Ptr(parts), count(accesses)];
-        // SAFETY: the arguments match the kernel, which reads `numel` elements, a multiple of an access's at torch's alignment, and
-        // writes a part for each block.
-        unsafe { self.launch(&self.largest_parts, part_count, LARGEST_THREADS, &args)? };
         let args = [
-            Arg::Ptr(from),
+            Arg::Ptr(x.data_ptr() as u64),
             Arg::Ptr(address(&straight)),
             Arg::Ptr(address(&transposed)),
-            Arg::Ptr(parts),
-            count(part_count),
+            Arg::Ptr(parts.data_ptr() as u64),
+            count(parts.numel()),
             Arg::Ptr(inverse_scale.data_ptr() as u64),
             count(rows as usize),
             count(columns as usize),
@@ -170,6 +176,22 @@ impl Fp8Kernels {
         })
     }
 
+    /// Returns rows and columns of a matrix that can be converted.
+    fn check(&self, x: &Tensor) -> Result<(i64, i64), TorchError> {
+        let (rows, columns) = x.size2()?;
+        for size in [rows, columns] {
+            assert!(
+                (size as usize).is_multiple_of(FP8_UNIT) && size > 0,
+                "sizes in multiples of {FP8_UNIT}, not {size}"
+            );
+        }
+        assert!(
+            x.is_contiguous() && x.kind() == Kind::BFloat16 && x.device() == self.device,
+            "a contiguous bf16 matrix on this GPU"
+        );
+        Ok((rows, columns))
+    }
+
     /// # Safety
     /// Same as [`Function::launch`].
     unsafe fn launch(
@@ -184,6 +206,11 @@ impl Fp8Kernels {
         unsafe { function.launch(grid, [threads as u32, 1, 1], 0, &self.stream, args)? };
         Ok(())
     }
+}
+
+/// A kernel's argument for a number of elements, rows or parts.
+fn count(elems: usize) -> Arg {
+    Arg::U32(u32::try_from(elems).expect("fewer than 2^32"))
 }
 
 /// How sums of products are kept.

@@ -541,7 +541,7 @@ fn products_in_8_bits_are_those_of_torch_operators_and_repeat() {
                     let first = case.step(&engine());
                     let kind = config.architecture.model_type();
                     let what = format!("8 bits, {kind}, hidden size {}", config.hidden_size);
-                    case.assert_close(&what, &engine(), &plain, &first, 0.1);
+                    case.assert_close(&what, &engine(), &plain, &first, 0.3);
                     for keep in [
                         ActivationCheckpointing::Full,
                         ActivationCheckpointing::Attention,

@@ -3,12 +3,11 @@
 use std::rc::Rc;
 
 use kernels_torch::CudnnAttention;
-use kernels_torch::fp8::Fp8Layout::{Straight, Transposed};
 use tch::Tensor;
 
 use super::attention::{Attention, Means, Shape, attention, normed_attention};
 use super::ops::{NormOutput, Ops};
-use super::products::Products;
+use super::products::{LargestValues, Products};
 use super::projection::Projection;
 use crate::compute::documents::Documents;
 use crate::compute::positions::Rotary;
@@ -78,10 +77,20 @@ pub(crate) struct KeptActivations {
     /// Sum of the input and the attention output.
     sum: Option<Tensor>,
     gate_up: Option<Tensor>,
+    largest: BlockLargest,
+}
+
+/// Largest values of factors, by projection.
+#[derive(Default)]
+struct BlockLargest {
+    qkv: LargestValues,
+    out: LargestValues,
+    gate_up: LargestValues,
+    down: LargestValues,
 }
 
 impl KeptActivations {
-    /// Bytes of the kept values.
+    /// Bytes of the kept values, without the largest values, a kibibyte each.
     pub(crate) fn size_bytes(&self) -> usize {
         let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
         let attended = self.attended.as_ref().map_or(0, Attention::size_bytes);
@@ -96,6 +105,7 @@ struct BlockActivations {
     sum: Tensor,
     second: NormOutput,
     gate_up: Tensor,
+    largest: BlockLargest,
 }
 
 /// A block's computation with its weights.
@@ -128,14 +138,15 @@ impl Block<'_> {
             KeptActivations::default(),
         )?;
         let gated = self.ops.gated(&passed.gate_up)?;
-        let gated = self.products.activation(&gated, Straight)?;
-        let mut output = self.weights.down.forward(self.products, &gated)?;
+        let down = &passed.largest.down;
+        let mut output = self.weights.down.forward(self.products, &gated, down)?;
         let _ = output.f_add_(&passed.sum)?;
         let products = keep == ActivationCheckpointing::Matmuls;
         let kept = KeptActivations {
             attended: (keep != ActivationCheckpointing::Full).then_some(passed.attended),
             sum: products.then_some(passed.sum),
             gate_up: products.then_some(passed.gate_up),
+            largest: passed.largest,
         };
         Ok((output.f_view_as(input)?, kept))
     }
@@ -158,23 +169,22 @@ impl Block<'_> {
             sum,
             second,
             mut gate_up,
+            largest,
         } = self.pass(shape, &x, true, kept)?;
 
         // Down, and the product of silu(gate) and up.
         let grad = products.gradient(&grad_output)?;
-        let mut gated = weights.down.back(products, &grad)?;
+        let mut gated = weights.down.back(products, &grad, &largest.down)?;
         ops.gated_backward(&mut gated, &mut gate_up)?;
-        let factor = products.activation(&gated, Transposed)?;
-        weights.down.add_grads(products, grads, &grad, &factor)?;
-        drop((factor, grad));
+        (weights.down).add_grads(products, grads, &grad, &gated, &largest.down)?;
+        drop(grad);
         drop(gated);
 
         // Gate and up, and the second norm.
         let grad = products.gradient(&gate_up)?;
-        let factor = products.activation(&second.output, Transposed)?;
-        weights.gate_up.add_grads(products, grads, &grad, &factor)?;
-        drop(factor);
-        let grad_normed = weights.gate_up.back(products, &grad)?;
+        let (projection, of) = (&weights.gate_up, &largest.gate_up);
+        projection.add_grads(products, grads, &grad, &second.output, of)?;
+        let grad_normed = projection.back(products, &grad, of)?;
         drop(grad);
         drop(gate_up);
         let (grad_sum, grad_norm) = ops.rms_norm_backward(
@@ -189,10 +199,9 @@ impl Block<'_> {
 
         // The output projection and attention.
         let grad = products.gradient(&grad_sum)?;
-        let factor = products.activation(&attended.attn_out, Transposed)?;
-        weights.out.add_grads(products, grads, &grad, &factor)?;
-        drop(factor);
-        let grad_mixed = weights.out.back(products, &grad)?;
+        let (projection, of) = (&weights.out, &largest.out);
+        projection.add_grads(products, grads, &grad, &attended.attn_out, of)?;
+        let grad_mixed = projection.back(products, &grad, of)?;
         drop(grad);
         let (grad_qkv, grad_head_norms) =
             attended.backward(ops, &self.rotary, &self.means(), &grad_mixed)?;
@@ -203,10 +212,9 @@ impl Block<'_> {
 
         // Query, key and value, and the first norm.
         let grad = products.gradient(&grad_qkv)?;
-        let factor = products.activation(&first.output, Transposed)?;
-        weights.qkv.add_grads(products, grads, &grad, &factor)?;
-        drop(factor);
-        let grad_normed = weights.qkv.back(products, &grad)?;
+        let (projection, of) = (&weights.qkv, &largest.qkv);
+        projection.add_grads(products, grads, &grad, &first.output, of)?;
+        let grad_normed = projection.back(products, &grad, of)?;
         drop(grad);
         drop(grad_qkv);
         let (grad_input, grad_norm) = ops.rms_norm_backward(
@@ -243,13 +251,12 @@ impl Block<'_> {
     ) -> Result<BlockActivations, ComputeError> {
         let (ops, products) = (self.ops, self.products);
         let (weights, eps) = (&self.weights, self.config.norm_eps);
+        let largest = kept.largest;
         let first = ops.rms_norm(x, &weights.input_norm.weight, eps)?;
         let attended = match kept.attended {
             Some(attended) => attended,
             None => {
-                let normed = products.activation(&first.output, Straight)?;
-                let qkv = weights.qkv.forward(products, &normed)?;
-                drop(normed);
+                let qkv = (weights.qkv).forward(products, &first.output, &largest.qkv)?;
                 let (rotary, means) = (&self.rotary, self.means());
                 match weights.head_norms() {
                     None => attention(ops, rotary, shape, &means, &qkv, graph)?,
@@ -266,17 +273,14 @@ impl Block<'_> {
                 (sum, second)
             }
             None => {
-                let attn_out = products.activation(&attended.attn_out, Straight)?;
-                let added = weights.out.forward(products, &attn_out)?;
+                let attn_out = &attended.attn_out;
+                let added = weights.out.forward(products, attn_out, &largest.out)?;
                 ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
         };
         let gate_up = match kept.gate_up {
             Some(gate_up) => gate_up,
-            None => {
-                let normed = products.activation(&second.output, Straight)?;
-                weights.gate_up.forward(products, &normed)?
-            }
+            None => (weights.gate_up).forward(products, &second.output, &largest.gate_up)?,
         };
         Ok(BlockActivations {
             first,
@@ -284,6 +288,7 @@ impl Block<'_> {
             sum,
             second,
             gate_up,
+            largest,
         })
     }
 }

@@ -4,7 +4,11 @@
 //! everything else of a block stay in the kind of its numbers. Torch operators define it; a GPU's matrix units compute the same, with
 //! the sums of a forward product in fewer bits.
 
-use kernels_torch::fp8::{Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, fp8_product};
+use std::cell::OnceCell;
+
+use kernels_torch::fp8::{
+    Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, Largest, fp8_product,
+};
 use tch::{Kind, Tensor};
 
 use super::product;
@@ -20,6 +24,13 @@ pub(crate) enum Products {
     Fp8(Box<Fp8Kernels>),
 }
 
+/// Largest values of a projection's factors that forward and backward convert, each found once.
+#[derive(Default)]
+pub(super) struct LargestValues {
+    input: OnceCell<Largest>,
+    weight: OnceCell<Largest>,
+}
+
 /// A factor of products with its form in 8 bits, if they are computed so.
 pub(super) struct Factor<'a> {
     pub(super) own: &'a Tensor,
@@ -27,13 +38,14 @@ pub(super) struct Factor<'a> {
 }
 
 impl Products {
-    /// Prepares an activation [rows, columns]: straight for a forward product, transposed for the gradient of a weight.
-    pub(super) fn activation<'a>(
+    /// Prepares a projection's input [rows, columns]: straight for the forward product, transposed for the weight's gradient.
+    pub(super) fn input<'a>(
         &self,
         x: &'a Tensor,
         layout: Fp8Layout,
+        largest: &LargestValues,
     ) -> Result<Factor<'a>, ComputeError> {
-        self.factor(x, Fp8Format::E4m3, layout)
+        self.factor(x, Fp8Format::E4m3, layout, &largest.input)
     }
 
     /// Prepares a projection's weight [outputs, inputs]: straight for its forward product, transposed for its input's gradient.
@@ -41,13 +53,14 @@ impl Products {
         &self,
         weight: &'a Tensor,
         layout: Fp8Layout,
+        largest: &LargestValues,
     ) -> Result<Factor<'a>, ComputeError> {
-        self.factor(weight, Fp8Format::E4m3, layout)
+        self.factor(weight, Fp8Format::E4m3, layout, &largest.weight)
     }
 
     /// Prepares the gradient of a projection's output [rows, columns] for both products of backward.
     pub(super) fn gradient<'a>(&self, grad: &'a Tensor) -> Result<Factor<'a>, ComputeError> {
-        self.factor(grad, Fp8Format::E5m2, Fp8Layout::Both)
+        self.factor(grad, Fp8Format::E5m2, Fp8Layout::Both, &OnceCell::new())
     }
 
     fn factor<'a>(
@@ -55,12 +68,18 @@ impl Products {
         own: &'a Tensor,
         format: Fp8Format,
         layout: Fp8Layout,
+        largest: &OnceCell<Largest>,
     ) -> Result<Factor<'a>, ComputeError> {
         let fp8 = match self {
             Products::InKind => None,
             Products::Fp8Plain => Some(plain_convert(own, format)?),
             Products::Fp8(kernels) => {
-                Some(kernels.convert(&own.f_contiguous()?, format, layout)?)
+                let x = own.f_contiguous()?;
+                if largest.get().is_none() {
+                    let _ = largest.set(kernels.largest(&x)?);
+                }
+                let largest = largest.get().expect("just found");
+                Some(kernels.convert(&x, largest, format, layout)?)
             }
         };
         Ok(Factor { own, fp8 })

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kernels_torch::fp8::Fp8Layout;
 use tch::Tensor;
 
-use super::products::{Factor, Products};
+use super::products::{Factor, LargestValues, Products};
 use crate::compute::linear::at_least_fp32;
 use crate::compute::{ComputeError, GradSink, UnitWeights};
 use training_run::model::{ParamRole, UnitLayout};
@@ -42,14 +42,25 @@ impl Projection {
     }
 
     /// Projects `x` [rows, inputs] to [rows, outputs].
-    pub(super) fn forward(&self, products: &Products, x: &Factor) -> Result<Tensor, ComputeError> {
-        let weight = products.weight(&self.weight, Fp8Layout::Straight)?;
-        products.times_transposed_plus(x, &weight, self.bias.as_ref())
+    pub(super) fn forward(
+        &self,
+        products: &Products,
+        x: &Tensor,
+        largest: &LargestValues,
+    ) -> Result<Tensor, ComputeError> {
+        let x = products.input(x, Fp8Layout::Straight, largest)?;
+        let weight = products.weight(&self.weight, Fp8Layout::Straight, largest)?;
+        products.times_transposed_plus(&x, &weight, self.bias.as_ref())
     }
 
     /// Computes the gradient of the input from that of the output.
-    pub(super) fn back(&self, products: &Products, grad: &Factor) -> Result<Tensor, ComputeError> {
-        let weight = products.weight(&self.weight, Fp8Layout::Transposed)?;
+    pub(super) fn back(
+        &self,
+        products: &Products,
+        grad: &Factor,
+        largest: &LargestValues,
+    ) -> Result<Tensor, ComputeError> {
+        let weight = products.weight(&self.weight, Fp8Layout::Transposed, largest)?;
         products.times(grad, &weight)
     }
 
@@ -59,10 +70,12 @@ impl Projection {
         products: &Products,
         grads: &mut GradSink,
         grad: &Factor,
-        x: &Factor,
+        x: &Tensor,
+        largest: &LargestValues,
     ) -> Result<(), ComputeError> {
+        let x = products.input(x, Fp8Layout::Transposed, largest)?;
         grads.add_product(self.weights_at.clone(), |out| {
-            products.weight_grad(out, grad, x)
+            products.weight_grad(out, grad, &x)
         })?;
         let Some(biases) = self.biases_at.clone() else {
             return Ok(());

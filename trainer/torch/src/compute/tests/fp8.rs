@@ -3,6 +3,7 @@
 use super::explicit::{numbers, written_out_forms};
 use super::whole_graph::larger;
 use super::*;
+use training_run::model::{ParamLayout, ParamRole};
 
 /// Length of the difference of two gradients, relative to that of the second.
 fn apart(a: &[f64], b: &[f64]) -> f64 {
@@ -33,7 +34,9 @@ fn gradients_of_products_in_8_bits_are_near_those_in_bf16() {
         let mut used = false;
         for ((a, b), unit) in eight_grads.iter().zip(&grads).zip(eight.engine.units()) {
             let (a, b) = (numbers(a, Kind::BFloat16), numbers(b, Kind::BFloat16));
-            for param in &unit.params {
+            // A key bias adds almost the same to all scores of a query: its gradient is what is left of a sum near zero.
+            let of_sums = |param: &&ParamLayout| param.member != ParamRole::KeyBias;
+            for param in unit.params.iter().filter(of_sums) {
                 let range = param.range_elems();
                 let apart = apart(&a[range.clone()], &b[range]);
                 assert!(apart < 0.45, "{}: {apart:.3} apart", param.name);
