@@ -203,3 +203,46 @@ fn plain_product(
     }
     Ok(product)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Device;
+
+    /// Integers that 8 bits of either format hold, of bf16: products and sums of them are exact.
+    fn integers(rows: i64, columns: i64, factor: i64) -> Tensor {
+        let all = Tensor::arange(rows * columns, (Kind::Int64, Device::Cpu));
+        let small = (all * factor + 3).remainder(9) - 4;
+        small.to_kind(Kind::BFloat16).view([rows, columns])
+    }
+
+    #[test]
+    fn products_of_numbers_that_8_bits_hold_are_exact() {
+        let (tokens, inputs, outputs) = (16, 32, 48);
+        // Each factor has a scale of its own.
+        let x = integers(tokens, inputs, 7) * 0.25;
+        let weight = integers(outputs, inputs, 5) * 8.0;
+        let grad = integers(tokens, outputs, 11) * 1e-3f64.log2().floor().exp2();
+        let bias = integers(1, outputs, 4).view([outputs]);
+        let largest = LargestValues::default();
+        let of = |products: &Products| {
+            let straight = Fp8Layout::Straight;
+            let gradient = products.gradient(&grad).unwrap();
+            let input = |layout| products.input(&x, layout, &largest).unwrap();
+            let weight = |layout| products.weight(&weight, layout, &largest).unwrap();
+            let of_weight = Tensor::empty([outputs, inputs], (Kind::BFloat16, Device::Cpu));
+            let transposed = Fp8Layout::Transposed;
+            (products.weight_grad(&of_weight, &gradient, &input(transposed))).unwrap();
+            [
+                (products.times_transposed_plus(&input(straight), &weight(straight), Some(&bias)))
+                    .unwrap(),
+                products.times(&gradient, &weight(transposed)).unwrap(),
+                of_weight,
+            ]
+        };
+        for (eight, own) in of(&Products::Fp8Plain).iter().zip(&of(&Products::InKind)) {
+            assert!(own.abs().max().double_value(&[]) > 0.0);
+            assert!(eight.equal(own), "{eight} is not {own}");
+        }
+    }
+}
