@@ -146,7 +146,8 @@ impl Plan {
 
     /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
     pub(super) fn judged_s(&self, settings: &RunSettings) -> f64 {
-        let times = self.estimated_times(settings, settings.train.deterministic);
+        let train = &settings.train;
+        let times = self.times_with(settings, train.deterministic, train.matmuls);
         let [forward_s, backward_s] = self.beside_updates(times.forward_s, times.backward_s);
         let rates = StepRates {
             forward_s,

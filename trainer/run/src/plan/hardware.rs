@@ -278,7 +278,7 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
 const FP8_ARCH_MIN: u32 = 89;
 
 /// Why products cannot be computed in 8 bits on this GPU; `None` if they can.
-fn no_fp8(vendor: Vendor, arch: &str) -> Option<String> {
+pub(super) fn no_fp8(vendor: Vendor, arch: &str) -> Option<String> {
     if vendor == Vendor::Hip {
         return Some("only NVIDIA's GPUs are supported".to_owned());
     }

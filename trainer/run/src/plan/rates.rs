@@ -5,7 +5,7 @@ use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 use super::memory::GpuUse;
 use super::operations::{self, Computing, Times};
 use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums, memory};
-use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS};
+use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
 
@@ -166,7 +166,8 @@ impl Plan {
 
     /// Time of forward and backward: estimated from the rates of kernels, or at the known rate of all operations.
     fn times(&self, settings: &RunSettings) -> Times {
-        let estimated = self.estimated_times(settings, settings.train.deterministic);
+        let train = &settings.train;
+        let estimated = self.times_with(settings, train.deterministic, train.matmuls);
         let tflops = &self.hardware.tflops;
         match tflops.source {
             FigureSource::Assumed => estimated,
@@ -185,13 +186,18 @@ impl Plan {
         }
     }
 
-    /// The same, from the rates of kernels.
-    pub(super) fn estimated_times(&self, settings: &RunSettings, deterministic: bool) -> Times {
+    /// The same with other settings, from the rates of kernels.
+    pub(super) fn times_with(
+        &self,
+        settings: &RunSettings,
+        deterministic: bool,
+        matmuls: Matmuls,
+    ) -> Times {
         let how = Computing {
             checkpointing: self.checkpointing,
             attention: self.attention_used(settings),
             deterministic,
-            matmuls: settings.train.matmuls,
+            matmuls,
             products_tflops: self.hardware.products_tflops,
         };
         let gpu = self.hardware.gpu.as_ref();

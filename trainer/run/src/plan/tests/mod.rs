@@ -6,6 +6,7 @@ mod choices;
 mod counts;
 mod gpu_units;
 mod groups;
+mod matmuls;
 mod nodes;
 mod refusals;
 
