@@ -128,7 +128,7 @@ test: libtorch
 # With UPDATE_DOCS, the tests that compare pages write them.
 docs: libtorch
 	trainer/bench/picture.py
-	bench-io/draw.py --stored
+	trainer/bench/io/draw.py --stored
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
 	UPDATE_DOCS=1 trainer/python/test.sh -k test_docs
 
@@ -161,8 +161,8 @@ bench: build python
 	@if [ ! -x $(PYTHON) ]; then \
 		echo "skipped: the Python package: no $(PYTHON) with torch and transformers; make test-tools installs it (5 GB)"; exit; \
 	fi; \
-	$(PYTHON) trainer/python/bench/profile_units.py && \
-	if nvidia-smi > /dev/null 2>&1; then $(PYTHON) trainer/python/bench/gpu_check.py speed --bin target/release; \
+	$(PYTHON) trainer/bench/package/profile_units.py && \
+	if nvidia-smi > /dev/null 2>&1; then $(PYTHON) trainer/bench/package/gpu_check.py speed --bin target/release; \
 	else $(PYTHON) trainer/bench/table.py --model tiny pytorch-kept client-host; fi
 
 libtorch:

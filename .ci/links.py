@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
+PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "trainer/bench/io/*.md"]
 
 # Page whose table names tests.
 RELIABILITY = "reliability.md"

@@ -444,7 +444,7 @@ class Figures(unittest.TestCase):
 class Chart(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        sys.path.insert(0, str(HERE.parent / "bench-io"))
+        sys.path.insert(0, str(HERE.parent / "trainer/bench/io"))
         import draw
 
         cls.draw = draw

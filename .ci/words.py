@@ -59,8 +59,8 @@ PAGES = [
     "configs/*.json",
     "configs/*.sh",
     "offloadd/packaging/**/*",
-    "bench-io/measured/*.md",
-    "bench-io/measured/*.toml",
+    "trainer/bench/io/*.md",
+    "trainer/bench/io/*.toml",
     "trainer/bench/*.md",
 ]
 SOURCES = ["*/src/**/*.rs", "*/*/src/**/*.rs"]

@@ -8,6 +8,8 @@
 # there, because the programs have this directory's path in them: a link is made from it.
 set -euo pipefail
 
+about() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
+
 pack() {
     local directory
     directory=$(mktemp -d)
@@ -64,5 +66,6 @@ print(":".join([os.path.join(torch_directory, "lib"), *beside]))')
 
 case "${1:-}" in
 pack | run) "$@" ;;
-*) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2 ;;
+-h | --help) about ;;
+*) about >&2; exit 2 ;;
 esac

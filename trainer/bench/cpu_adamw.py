@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures AdamW on processors: this project's kernel, torch.optim.AdamW as loop, foreach and fused, and DeepSpeed's CPUAdam where it is installed.
 
-    trainer/bench/cpu_adamw.py [--million 256] [--threads 1 2] [--kernel target/release/examples/adamw_speed]
+    trainer/bench/cpu_adamw.py --million 256 --threads 1 2
 
 torch's and DeepSpeed's have fp32 weights, gradients and moments and move 28 bytes a parameter; the kernel also has the trainer's formats. Needs `cargo build --release -p kernels --example adamw_speed`. A row is the
 best of some passes over parameters that together exceed every cache.

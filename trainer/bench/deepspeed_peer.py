@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""DeepSpeed's ZeRO on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
+"""Measures DeepSpeed's ZeRO on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
 
-    deepspeed_peer.py MODE --out DIR [--directory DRIVE] [--stage 2] [--keep] [--buckets large] [--super] [--compile]
+    trainer/bench/deepspeed_peer.py nvme --out target/peer --directory /mnt/nvme0
 
 MODE: gpu; cpu-opt (optimizer in host memory), cpu (parameters too); nvme-opt (optimizer on the drive), nvme (parameters too).
 Needs deepspeed and transformers beside torch. Its extensions are compiled at the first use: a minute, libaio's headers, nvcc.

@@ -1,6 +1,9 @@
-"""PyTorch's FSDP2 on the table's model, to compare with: random weights and tokens, fp32 parameters and moments, bf16 arithmetic.
+#!/usr/bin/env python3
+"""Measures PyTorch's FSDP2 on the table's model, to compare with: random weights and tokens, fp32 parameters and moments, bf16 arithmetic.
 
-    fsdp_peer.py MODE --out DIR [--keep] [--prefetch N]      MODE: gpu; cpu (parameters, gradients and optimizer in host memory)
+    trainer/bench/fsdp_peer.py cpu --out target/peer
+
+MODE: gpu; cpu (parameters, gradients and optimizer in host memory).
 
 Needs transformers beside torch.
 """
@@ -94,4 +97,5 @@ def main():
     torch.distributed.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """Measures places of the state and groups of micro-batches on a GPU: seconds, TFLOPS and GPU memory of a step with more and more tokens.
 
-    trainer/bench/groups.py [--bin DIRECTORY] [--places resident host host-gpu] [--tokens 16k 64k 256k 1m] [--groups plan all]
     trainer/bench/groups.py --places resident host host-gpu --fractions 0.5 0.9 --tokens 16k
 
 Each row trains a few steps of the model with --micro sequences a micro-batch; a group is the plan's choice ("plan"), all micro-batches

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Shows how long each class of GPU kernels takes in a step of any program: the program runs unchanged, and CUPTI records its kernels.
 
-    trainer/bench/kernel_times.py [--top 25] [--out FILE] -- target/release/trainer train run.toml
+    trainer/bench/kernel_times.py -- target/release/trainer train run.toml
     trainer/bench/kernel_times.py -- python3 trainer/bench/plain_pytorch.py --steps 8
 
 A step is the time from one loss kernel to that of the next step; the step of median length among the later half is shown. Needs gcc, and CUPTI

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains on two nodes that are network namespaces of one machine with two GPUs, and compares with one node that has both, bit for bit.
 
-    nodes_gpu.py [--bin DIR] [--out DIR] [--rate 1GB/s]... [--accumulate N] [--layers N] [PART...]      parts: package native
+    trainer/bench/nodes_gpu.py --rate 1GB/s package native
 
 Each node has one GPU, and NCCL connects them over sockets as it does two machines. The native trainer runs with its state in host memory
 and on drives, with a copy of the parameters on each node and without, and with the link limited to each --rate beside the bound; the
@@ -21,7 +21,6 @@ import sys
 import link
 
 HERE = pathlib.Path(__file__).resolve().parent
-PACKAGE = HERE.parent / "python"
 
 RUN = """
 train_micro_batch_size_per_gpu = 4
@@ -161,7 +160,7 @@ def package(args, nodes):
 def rank_of(args):
     """One rank of the package's runs: losses, weights, and whether the node keeps a copy."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sys.path[:0] = [str(PACKAGE / "bench"), str(PACKAGE / "python")]
+    sys.path[:0] = [str(HERE / "package"), str(HERE.parent / "python/python")]
     import gpu_check
     import torch
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Checks and measures offloadd on a machine of your own, and leaves one file to send back.
 
-    trainer/bench/owner.sh [--directory DIR] [PART...]      DIR is on the drive to measure
+    trainer/bench/owner.sh --directory /mnt/nvme0      a directory on the drive to measure
 
 doctor       what `offloadd doctor` says, and the versions of programs, torch and driver
-check        trainer/python/bench/gpu_check.py: the Python package on your GPU, compared with plain PyTorch
+check        trainer/bench/package/gpu_check.py: the Python package on your GPU, compared with plain PyTorch
 scale        `bench-io scale`: the drive through the daemon, compared with fio where it is installed
 resident     a row of trainer/bench/table.py: all state in GPU memory
 host         the same, all state in host memory
@@ -88,7 +88,7 @@ def parts_of(args):
     """The parts with their commands, limits of time, and what they need."""
     tiny, python, out = args.tiny, sys.executable, args.out
     table = [python, HERE / "table.py", "--bin", args.bin, "--out", out / "table", "--model", "tiny" if tiny else "1.3b", "--steps", 4 if tiny else STEPS]
-    check = [python, ROOT / "trainer/python/bench/gpu_check.py", "--bin", args.bin, "--out", out / "check", *(["--cpu", "scaler"] if tiny else [])]
+    check = [python, ROOT / "trainer/bench/package/gpu_check.py", "--bin", args.bin, "--out", out / "check", *(["--cpu", "scaler"] if tiny else [])]
     scale = [args.bin / "bench-io", "scale", "--directory", args.directory, "--out", out / "scale"]
     sizes = ["--size", "32m", "--runtime", 1, "--rounds", 1, "--fio", "none"]
     scale += sizes if tiny else ["--size", SCALE_SIZE, "--runtime", SCALE_RUNTIME_S, "--rounds", SCALE_ROUNDS]
@@ -127,7 +127,7 @@ def parameters(model):
 
 def main():
     parser = argparse.ArgumentParser(prog="owner.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="those above (default: all that this machine has the means for)")
     parser.add_argument("--directory", type=pathlib.Path, help="an existing directory on the drive to measure")
     parser.add_argument("--out", type=pathlib.Path, help="where results and the file to send back go [default: target/owner]")
     parser.add_argument("--bin", type=pathlib.Path, help="where the programs are [default: target/release]")

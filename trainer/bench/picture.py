@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Draws docs/pictures/throughput.svg from results.json: TFLOPS by where the state is, beside the peers.
 
-    trainer/bench/picture.py [OUT.svg]     `make docs` calls it; a test keeps the picture current
+    trainer/bench/picture.py     `make docs` calls it; a test keeps the picture current
 
 A bar is the median of a row's runs on one H200, a line its range.
 """
 
+import argparse
 import json
 import pathlib
 import statistics
-import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "docs/pictures/throughput.svg"
@@ -90,6 +90,8 @@ def current():
 
 
 if __name__ == "__main__":
-    out = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else OUT
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(current())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?", type=pathlib.Path, default=OUT, metavar="OUT.svg", help="another file than the page's")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(current())

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The same training in a page of plain PyTorch, to compare with: step time, memory, and the loss curve.
+"""Measures the same training in a page of plain PyTorch, to compare with: step time, memory, and the loss curve.
 
 Llama as one writes it down: RMSNorm, rotary positions, scaled_dot_product_attention, SwiGLU; each block checkpointed; loss in fp32
 over bf16 logits. It keeps what an exact trainer keeps: bf16 weights to compute with, an fp32 master and fp32 moments, updated by the
@@ -10,7 +10,7 @@ weights and bf16 moments: less to move, other results. `--compile` lets torch.co
 With `--data FILE` it reads the trainer's tokens (bytes) in the trainer's order and starts from the trainer's weights (the counter of
 trainer/run/src/model/init.rs), so that its losses can be laid beside metrics.jsonl; without, tokens are random.
 
-    plain_pytorch.py --steps 8 --out DIR                    step time: DIR/metrics.jsonl and a last line of JSON
+    trainer/bench/plain_pytorch.py --steps 8 --out DIR                    step time: DIR/metrics.jsonl and a last line of JSON
     plain_pytorch.py --data text --seed 1 --steps 100 --out DIR
 """
 
@@ -249,4 +249,5 @@ def main():
     )
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The Python package on the table's model: transformers' Llama in a plain loop, taken over by `offloadd.prepare`.
+"""Measures the Python package on the table's model: transformers' Llama in a plain loop, taken over by `offloadd.prepare`.
 
-    pytorch_client.py MODE --out DIR [--directory DRIVE]... [--keep] [--compile]      MODE: none, cpu, nvme
+    trainer/bench/pytorch_client.py nvme --out target/client --directory /mnt/nvme0
 
 Needs the built extension (`make python`) and transformers beside torch. Below torchrun each process has a GPU and the work of one.
 """
@@ -132,4 +132,5 @@ def main():
         torch.distributed.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ A figure's source is a row of results.json, or a row of a table in docs/benchmar
 in SOURCES, and the source has to say the same number, rounded alike.
 """
 
+import argparse
 import json
 import pathlib
 import re
@@ -119,6 +120,7 @@ def stored():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     wrong = faults(*stored(), SOURCES)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     sys.exit(1 if wrong else 0)

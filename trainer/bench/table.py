@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Runs rows of the table of step times on a machine with GPUs, peers beside them, and adds them to results.json and RESULTS.md.
 
-    table.py --list
-    table.py --bin DIR --out DIR ROW...         rows: resident, nvme4, nvme4@2 (two processes), pytorch, losses, ...
-    table.py --bin DIR --out DIR --peers host   all configurations of all its peers first
-    table.py --bin DIR --out DIR --model tiny nvme1 pytorch        tries the script itself, on any machine
+    trainer/bench/table.py resident nvme4 nvme4@2 pytorch        rows; of nvme4@2, two processes
+    trainer/bench/table.py --list                                all rows
+    trainer/bench/table.py --peers host                          all configurations of all its peers first
+    trainer/bench/table.py --model tiny nvme1 pytorch            tries the script itself, on any machine
 
 A row's drives are made for it and taken away after it (`bench-io testdrives`; needs root), and measured reading and writing at once while they are
 there (mixed.py; fio where there is one). The bound is `trainer plan`'s with these rates and the row's own time of computing. A ratio is

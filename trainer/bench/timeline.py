@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws one step of a timeline (trainer train --trace FILE) as a picture: what was under way when, and what it waited for.
 
-    timeline.py trace.json[.gz] --out step.svg            the step in the middle of the recorded ones
+    trainer/bench/timeline.py trace.json --out step.svg                 the step in the middle of the recorded ones
     timeline.py trace.json --step 5 --title "four drives" --out step.svg
 
 Each row is one track over the step's time. Filled: how many of it were under way at a time, of the most that were. Reads and writes

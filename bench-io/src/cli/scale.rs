@@ -95,7 +95,7 @@ pub(crate) struct ScaleArgs {
     /// Fail when a row is further than this from the rate limit
     #[arg(long, value_name = "PERCENT")]
     tolerance: Option<f64>,
-    /// Write scale.json to this directory; bench-io/draw.py draws it
+    /// Write scale.json to this directory; trainer/bench/io/draw.py draws it
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print one JSON object

@@ -89,7 +89,7 @@ pub(crate) struct TrainingArgs {
     /// Path of the trainer [default: beside this program]
     #[arg(long, value_name = "PROGRAM")]
     trainer: Option<PathBuf>,
-    /// Write training.json to this directory; bench-io/draw.py draws it
+    /// Write training.json to this directory; trainer/bench/io/draw.py draws it
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print one JSON object

@@ -33,7 +33,7 @@ pub(crate) fn print<R: fmt::Display + Serialize>(report: &R, json: bool) -> Resu
     Ok(console::finish()?)
 }
 
-/// Writes `NAME.json` in `dir`: a report, with lines for a picture of it (`bench-io/draw.py`), which say how it was measured.
+/// Writes `NAME.json` in `dir`: a report, with lines for a picture of it (`trainer/bench/io/draw.py`), which say how it was measured.
 ///
 /// # Errors
 /// The file cannot be written.

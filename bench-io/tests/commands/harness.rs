@@ -36,10 +36,13 @@ pub(crate) fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Returns the picture that `bench-io/draw.py` draws of a report.
+/// Returns the picture that `trainer/bench/io/draw.py` draws of a report.
 pub(crate) fn drawn(report: &Path) -> String {
     let output = std::process::Command::new("python3")
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/draw.py"))
+        .arg(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../trainer/bench/io/draw.py"
+        ))
         .arg(report)
         .output()
         .expect("python3");

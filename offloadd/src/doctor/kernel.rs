@@ -106,7 +106,7 @@ fn kernel_aio(roots: &Roots, tried: Result<(), String>) -> Finding {
 pub(super) const SHMEM_ENABLED: &str = "kernel/mm/transparent_hugepage/shmem_enabled";
 
 /// Checks huge pages for shared memory, which arenas are. With huge pages, allocating, locking and registering arenas is faster, and
-/// I/O takes less CPU time: `bench-io/measured/README.md`.
+/// I/O takes less CPU time: `trainer/bench/io/RESULTS.md`.
 pub(super) fn huge_pages(roots: &Roots) -> Finding {
     let what = "huge pages";
     let fix = format!("echo advise > /sys/{SHMEM_ENABLED}");

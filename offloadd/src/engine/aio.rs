@@ -15,7 +15,7 @@
 //! With small pages this costs reads a third of their throughput (fio 3.33, 1 MiB, depth 16, a loop device over RAM: 3.52 GB/s
 //! by io_uring with registered buffers, 2.38 without, 2.38 by libaio). With huge pages
 //! (`advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled) a daemon reads 98 % and writes 100 % of what it does on
-//! `uring`; `bench-io/measured/README.md` has the figures.
+//! `uring`; `trainer/bench/io/RESULTS.md` has the figures.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -5,8 +5,7 @@ After each failure both nodes must end within 10 s and name the other's rank. Ea
 one before. The losses of all steps must be those of one undisturbed run, bit for bit. Nodes are network namespaces joined by a veth pair; so it
 needs root and iproute2, and no network.
 
-    make python
-    python trainer/python/bench/broken_nodes.py --count 50
+    make python && trainer/bench/package/broken_nodes.py --count 50
 """
 
 import argparse
@@ -22,7 +21,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 WIDTH, BLOCKS, BATCH = 256, 6, 4
 # Time in which both nodes must end, and after which one that hangs says where.
 END_S, HANG_S = 10, 40
@@ -152,7 +151,7 @@ def broken(nodes, home, steps, kind, after_s):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10, metavar="N", help="failures (10)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments and kinds (1)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and rate-limited drives under cgroup v2, in a virtual machine
-# that this script creates, starts and deletes.
+# Measures four emulated NVMe drives of known speed through Linux's nvme driver, and rate-limited drives under cgroup v2, in a virtual machine.
 #
-#   bench-io/qemu/measure.sh [OUT]       as any user; leaves OUT/{nvme,cgroup2}*; a path is from the repository [target/qemu/out]
+#   trainer/bench/io/qemu/measure.sh     as any user; leaves OUT/{nvme,cgroup2}*; OUT is its argument, from the repository (default: target/qemu/out)
 #
 # Needs qemu-system-x86_64, nbdkit, busybox (static), cpio, fio, losetup, mkfs.ext4, python3, 4 GiB of memory, and once, to fetch
 # Debian's cloud kernel (27 MB into target/qemu; it is unpacked, not installed), apt-get:
@@ -12,7 +11,8 @@
 # that needs time for its own work: a throttle alone, here or in the block cgroup, lets one request at a time pass at once. The control, one
 # synchronous thread, therefore shows that more drives do not help a process that waits for each operation.
 set -eu
-cd "$(dirname "$0")/../.."
+case ${1:-} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+cd "$(dirname "$0")/../../../.."
 PATH=$PATH:/usr/sbin:/sbin
 out=${1:-target/qemu/out}
 cache=target/qemu

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tokens a second of a model that nothing trains: plain PyTorch with all weights on the GPU, then weights in host memory or on drives.
+"""Measures tokens a second of a model that nothing trains: plain PyTorch with all weights on the GPU, then weights in host memory or on drives.
 
-    generation.py [--layers N] [--batch N] [--new-tokens N] [PLACE...]          places: plain host nvme, all but nvme without names
-    generation.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+    trainer/bench/package/generation.py plain host
+    trainer/bench/package/generation.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
 
 The model is a Llama of 8 G parameters in bf16 with random weights, or fewer layers of it. The bound is that of bringing all weights once a
 pass, at the bandwidth measured in the run; all places must generate the same tokens, or the script ends with status 1.
@@ -16,7 +16,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -34,7 +34,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("places", nargs="*", metavar="PLACE", default=["plain", "host"])
+    parser.add_argument("places", nargs="*", metavar="PLACE", default=["plain", "host"], help="plain, host, nvme (default: plain host)")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt (%(default)s)")

@@ -1,19 +1,21 @@
+#!/usr/bin/env python3
 """Counts which scripts find all names of DeepSpeed that they use where offloadd answers to `import deepspeed`.
 
-    python trainer/python/bench/deepspeed_names.py DIRECTORY...
+    trainer/bench/package/deepspeed_names.py DeepSpeedExamples
 
-reads the Python files below each directory, without running them, and lists those that miss a name. A name is what a file imports from
+Reads the Python files below each directory, without running them, and lists those that miss a name. A name is what a file imports from
 deepspeed, each chain of attributes on it (`deepspeed.comm.get_rank`), and each attribute of `get_accelerator()`. An import whose failure the
 file expects (`except ImportError`) need not be there. Attributes of engines and other objects are not followed.
 """
 
+import argparse
 import ast
 import collections
 import importlib
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python/python"))
 
 ROOT = "deepspeed"
 
@@ -122,7 +124,7 @@ def main(directories):
 
     missing, files = collections.Counter(), 0
     lacking = {}
-    for directory in map(pathlib.Path, directories):
+    for directory in directories:
         for path in sorted(directory.rglob("*.py") if directory.is_dir() else [directory]):
             names = names_in(path)
             files += bool(names)
@@ -139,4 +141,6 @@ def main(directories):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", nargs="+", type=pathlib.Path, metavar="DIRECTORY")
+    main(parser.parse_args().directories)

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """Trains with TRL's trainers and their defaults, plain and below `offloadd-run`, and compares losses, rewards and saved weights.
 
-    python trainer/python/bench/trl_trainers.py [--only NAME ...] [--nproc 2] [--lora] [--attach] [--work DIR] [-- ARGUMENT ...]
+    trainer/bench/package/trl_trainers.py --nproc 2
 
 Each trainer trains a tiny model with random weights for 4 steps on the CPU in fp32 (tests/scripts/trl_trainers.py): alone; with ZeRO stage
 3 and device `nvme`; and killed with SIGKILL after its second step's checkpoint and started again from it. Those that generate gather all
@@ -20,7 +21,7 @@ import time
 
 from scripts import HERE, PACKAGE, RUN_SECONDS_MAX, apart, kill_with_children, last_error
 
-SCRIPT = HERE.parents[1] / "tests" / "scripts" / "trl_trainers.py"
+SCRIPT = HERE.parents[2] / "python/tests/scripts" / "trl_trainers.py"
 STEPS, BATCH = 4, 8
 # What a trainer logs at each step that is the same for the same training.
 LOGGED = ("loss", "grad_norm", "reward", "objective/kl", "completions/mean_length", "num_tokens")
@@ -107,7 +108,7 @@ def check(case):
 
 def main():
     made = runpy.run_path(str(SCRIPT))
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("target/trl"), metavar="DIR", help="models and output")
     parser.add_argument("--only", nargs="+", choices=made["TRAINERS"], default=list(made["TRAINERS"]), metavar="NAME", help="some of the trainers")
     parser.add_argument("--nproc", type=int, default=1, choices=[1, 2], metavar="N", help="ranks of each run (1)")

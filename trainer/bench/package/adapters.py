@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Seconds a step of adapters on a frozen base: plain PEFT with the base on the GPU, then prepared, with the base in host memory.
+"""Measures seconds a step of adapters on a frozen base: plain PEFT with the base on the GPU, then prepared, with the base in host memory.
 
-    adapters.py [lora] [qlora] [--layers N] [--tokens N...] [--resident 0 auto] [--gathered]
-    adapters.py --device cpu --tiny          tries the script itself
+    trainer/bench/package/adapters.py lora qlora --resident 0 auto
+    trainer/bench/package/adapters.py --device cpu --tiny          tries the script itself
 
 The base is a Llama of 8 G parameters with random weights, in bf16 (lora) or in bitsandbytes' NF4 (qlora), made a layer at a time. Rank 16 on
 all linear layers of the blocks; adapters of one type and blocks checkpointed alike in both rows of a pair. Lines of JSON:
@@ -26,7 +26,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import peft  # noqa: E402
 import torch  # noqa: E402

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Where the Python package's time goes for each unit of a model: hooks, order, memory, and calls into Rust.
+"""Shows where the Python package's time goes for each unit of a model: hooks, order, memory, and calls into Rust.
 
-    profile_units.py [--units N] [--steps N] [--device cpu|cuda] [--step-s SECONDS --of-units N]
+    trainer/bench/package/profile_units.py --step-s 0.6 --of-units 26
 
 The model has many units of nine small parameters, as a Llama's block has, so that nothing but this time is seen. First a step as it is,
 beside the same model in plain PyTorch; then the same with a clock around every part, which makes it longer: use the parts as shares.
@@ -16,7 +16,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """Runs the example scripts of transformers unmodified, plain and below `offloadd-run`, and compares losses and saved weights.
 
-    python trainer/python/bench/scripts.py --examples TRANSFORMERS/examples/pytorch [--only NAME ...] [--nproc 2] [--work DIR]
+    trainer/bench/package/scripts.py --examples transformers/examples/pytorch
 
 Each script trains a tiny model with random weights on made-up data, on the CPU in fp32, 3 epochs of 4 steps: alone; with ZeRO stage 3 and
 device `nvme`; and killed with SIGKILL after the first epoch's checkpoint and started again from it. The scripts of the Trainer get
@@ -25,7 +26,7 @@ import time
 import numpy
 
 HERE = pathlib.Path(__file__).resolve()
-PACKAGE = HERE.parents[1] / "python"
+PACKAGE = HERE.parents[2] / "python/python"
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 WORDS = [f"w{n}" for n in range(60)]
 SIZES = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
@@ -318,7 +319,7 @@ def check(case):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=pathlib.Path, required=True, metavar="DIR", help="examples/pytorch of a checkout of transformers")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("target/scripts"), metavar="DIR", help="models, data and output")
     names = [name + kind for name in SCRIPTS for kind in ("", "_no_trainer")]

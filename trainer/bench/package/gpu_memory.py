@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""GPU memory of prepared models of several families: what `python -m offloadd plan --seq-len` says, beside PyTorch's own peak.
+"""Compares GPU memory of prepared models of several families: what `python -m offloadd plan --seq-len` says, and PyTorch's own peak.
 
-    gpu_memory.py [FAMILY...]                    families: llama qwen3 gpt2 gemma2 mistral
-    gpu_memory.py --device cpu --tiny            tries the script itself
+    trainer/bench/package/gpu_memory.py llama qwen3
+    trainer/bench/package/gpu_memory.py --device cpu --tiny            tries the script itself
 
 Random weights in bf16, some layers of true widths, state in host memory. Each family trains all parameters with gradient checkpointing and without it,
 and generates text with nothing trained. Lines of JSON; the script ends with status 1 where a plan is more than 10 % away.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -35,7 +35,7 @@ STEPS = 4
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", metavar="FAMILY", default=list(FAMILIES))
+    parser.add_argument("families", nargs="*", metavar="FAMILY", default=list(FAMILIES), help=f"{', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument(

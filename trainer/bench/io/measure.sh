@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measures with bench-io what docs/benchmarks.md and this directory report of a machine; as root, in the repository's directory:
+# Measures with bench-io what docs/benchmarks.md and RESULTS.md beside this file report of a machine. As root, in the repository's directory:
 #
-#   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
+#   trainer/bench/io/measure.sh target/measured drives      OUT [PART...]; PROGRAMS=target/release, with fio in PATH
 #
 #   engines     uring and aio alternating on a loop device over RAM, with small and with huge pages   (1 min)
 #   gpu         drives without a rate limit into a GPU's memory and out of it, and without the GPU   (1 min)
@@ -12,6 +12,7 @@
 #
 # Without PART, measures all parts. Arenas are in huge pages, as in the installed service, except where `small pages` is printed.
 set -u
+case ${1:---help} in -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit $(($# == 0 ? 2 : 0)) ;; esac
 out=$1
 shift
 [ $# -gt 0 ] || set -- engines gpu disk unequal drives training
@@ -66,8 +67,8 @@ part() {
         ;;
     disk) said scale --directory "$out" --size 1g --runtime 1 ;;
     unequal) said scale --testdrives 4 --slow-last $fast --drives 2,4 --bs 4m --runtime 1.5 ;;
-    drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" && bench-io/draw.py "$out/drives/scale.json" ;;
-    training) said training --run bench-io/measured/llama-1.3b.toml --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --steps 7 --out "$out/training" ;;
+    drives) said scale --testdrives 4 $fast --bs 1m,4m,16m --runtime 1.5 --out "$out/drives" && trainer/bench/io/draw.py "$out/drives/scale.json" ;;
+    training) said training --run trainer/bench/io/llama-1.3b.toml --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --steps 7 --out "$out/training" ;;
     *) echo "$1: no such part" >&2; return 2 ;;
     esac
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Samples per second of seven transformers models at their true sizes: plain PyTorch, DeepSpeed ZeRO-2 and ZeRO-3, and this package.
+"""Measures samples per second of seven transformers models at their true sizes: plain PyTorch, DeepSpeed ZeRO-2 and ZeRO-3, and this package.
 
-    seven_models.py [--out DIR] [--bin DIR] [--testdrives N | --directory DRIVE...] [--models NAME...] [--rows ROW...]
-    seven_models.py --tiny          tries the script itself, on any machine
+    trainer/bench/package/seven_models.py --testdrives 4
+    trainer/bench/package/seven_models.py --tiny          tries the script itself, on any machine
 
 Random weights, one synthetic batch for all steps, dropout as each model has it, nothing checkpointed. All rows compute with bf16 weights and
 update fp32 masters with AdamW, gradients clipped to a norm of 1. A row is a process with a time limit. Its losses must be plain PyTorch's,
@@ -24,7 +24,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1] / "bench"), str(HERE.parent / "python")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "python/python")]
 
 import deepspeed_peer  # noqa: E402
 import picture  # noqa: E402

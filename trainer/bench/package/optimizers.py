@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Seconds a step of a model whose parameters are on the GPU and whose optimizer's state is elsewhere: offloadd.optim.AdamW, and what others have.
+"""Measures seconds a step of a model whose parameters are on the GPU and whose optimizer's state is elsewhere: offloadd.optim.AdamW, and what others have.
 
-    optimizers.py [--directory DRIVE]... [--rows ROW...]
-    optimizers.py --device cpu --tiny          tries the script itself
+    trainer/bench/package/optimizers.py --directory /mnt/nvme0
+    trainer/bench/package/optimizers.py --device cpu --tiny          tries the script itself
 
 The table's Llama of 1.345 G parameters with random weights, bf16, 16 k tokens a step, blocks checkpointed, gradients clipped to a norm of 1.
 
@@ -29,8 +29,8 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-PEERS = HERE.parents[1] / "bench"
-sys.path[:0] = [str(PEERS), str(HERE.parent / "python")]
+PEERS = HERE.parent
+sys.path[:0] = [str(PEERS), str(HERE.parents[1] / "python/python")]
 
 import rows  # noqa: E402
 

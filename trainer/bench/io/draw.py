@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Draws a report of `bench-io scale` or `bench-io training` as a chart over the number of drives (SVG).
 
-bench-io scale --directory /mnt/nvme0 --out results && bench-io/draw.py results/scale.json     writes results/scale.svg
-bench-io/draw.py training.json OUT.svg
-bench-io/draw.py --stored          draws the results in bench-io/measured again; `make docs` calls it
+    bench-io scale --directory /mnt/nvme0 --out results && trainer/bench/io/draw.py results/scale.json     writes results/scale.svg
+    trainer/bench/io/draw.py training.json OUT.svg
+    trainer/bench/io/draw.py --stored          draws the results in trainer/bench/io again; `make docs` calls it
+
+Above a chart stand the machine and how it was measured.
 """
 
+import argparse
 import html
 import json
 import math
@@ -166,35 +169,37 @@ def draw(report, measured=()):
 
 
 def stored():
-    """The pictures of bench-io/measured, by file."""
-    runs = json.loads((HERE.parent / "trainer/bench/results.json").read_text())
+    """The pictures of trainer/bench/io, by file."""
+    runs = json.loads((HERE.parent / "results.json").read_text())
     tflops = {drives: [run["tflops"] for run in runs if run["row"] == f"deepspeed-nvme{drives}" and run["model"] == "1.3b"] for drives in (1, 4)}
     measured = [(drives, statistics.median(found)) for drives, found in tflops.items()]
     found = {}
     for name in STORED:
-        report = json.loads((HERE / f"measured/{name}.json").read_text())
-        found[HERE / f"measured/{name}.svg"] = draw(report, measured if name == "training" else ())
+        report = json.loads((HERE / f"{name}.json").read_text())
+        found[HERE / f"{name}.svg"] = draw(report, measured if name == "training" else ())
     return found
 
 
-def main(args):
-    if args == ["--stored"]:
+def main(words=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("report", nargs="?", type=pathlib.Path, metavar="REPORT.json")
+    what.add_argument("--stored", action="store_true", help="draw the stored results again")
+    parser.add_argument("out", nargs="?", type=pathlib.Path, metavar="OUT.svg", help="(default: beside the report)")
+    args = parser.parse_args(words)
+    if args.stored:
         for path, picture in stored().items():
             path.write_text(picture)
         return 0
-    if not 1 <= len(args) <= 2 or args[0].startswith("-"):
-        print(__doc__.strip(), file=sys.stderr)
-        return 2
-    path = pathlib.Path(args[0])
-    out = pathlib.Path(args[1]) if len(args) > 1 else path.with_suffix(".svg")
+    out = args.out or args.report.with_suffix(".svg")
     try:
-        out.write_text(draw(json.loads(path.read_text())))
+        out.write_text(draw(json.loads(args.report.read_text())))
     except (OSError, ValueError, KeyError) as error:
-        print(f"draw.py: {path}: {error}", file=sys.stderr)
+        print(f"draw.py: {args.report}: {error}", file=sys.stderr)
         return 1
     print(out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

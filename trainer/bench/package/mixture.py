@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Seconds a step, and bytes, of a mixture of experts: plain PyTorch with everything on the GPU, then the state in host memory or on drives.
+"""Measures seconds a step, and bytes, of a mixture of experts: plain PyTorch with everything on the GPU, then the state in host memory or on drives.
 
-    mixture.py [--layers N] [--train all|lora] [PLACE...]           places: plain host whole nvme, plain and host without names
-    mixture.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+    trainer/bench/package/mixture.py --train lora plain host whole
+    trainer/bench/package/mixture.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
 
 The model is N of the 48 layers of Qwen3-30B-A3B in bf16 with random weights, 0.62 G parameters each. `host` and `nvme` bring the experts of a
 layer in groups, `whole` brings all of them at once, from host memory. The bound is that of bringing the bytes that were brought from host memory,
@@ -18,7 +18,7 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -40,7 +40,7 @@ TINY = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("places", nargs="*", metavar="PLACE", default=["plain", "host"])
+    parser.add_argument("places", nargs="*", metavar="PLACE", default=["plain", "host"], help="plain, host, whole, nvme (default: plain host)")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--train", choices=["all", "lora"], default="all", help="lora: adapters of the attention, all else frozen")
     parser.add_argument("--batch", type=int, default=4)

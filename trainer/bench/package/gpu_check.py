@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers resident scaler habits accelerate resume ranks hf_trainer speed
+    trainer/bench/package/gpu_check.py bits tiers
 
 Without names all parts but speed, and ranks only where there are two GPUs:
 
@@ -44,7 +44,7 @@ import traceback
 # Before CUDA starts: deterministic products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "python"), str(HERE.parents[1] / "bench")]
+sys.path[:0] = [str(HERE.parents[1] / "python/python"), str(HERE.parent)]
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -670,8 +670,8 @@ class Checks:
 
     def hf_trainer(self):
         count = torch.cuda.device_count() if self.device == "cuda" else 2
-        script = HERE.parent / "tests/scripts/hf_trainer.py"
-        python = str(HERE.parent / "python")
+        script = HERE.parents[1] / "python/tests/scripts/hf_trainer.py"
+        python = str(HERE.parents[1] / "python/python")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [python, os.environ.get("PYTHONPATH")]))}
 
         def lines(name, kill_at=None):
@@ -709,7 +709,7 @@ class Checks:
         print(f"  {count} processes: {began[0]}, then the same losses and weights", flush=True)
 
     def speed(self):
-        command = [sys.executable, HERE.parents[1] / "bench/table.py", "--bin", self.programs, "--out", self.out / "table", *SPEED_ROWS]
+        command = [sys.executable, HERE.parent / "table.py", "--bin", self.programs, "--out", self.out / "table", *SPEED_ROWS]
         check(subprocess.run([str(word) for word in command]).returncode == 0, f"rows without a figure: see {self.out / 'table'}")
 
 
