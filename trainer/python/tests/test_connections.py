@@ -54,6 +54,26 @@ def test_each_side_knows_that_the_other_is_there_until_it_ends():
         socket.create_connection((store.host, json.loads(store.get("run/connect"))[0]))
 
 
+def test_a_start_waits_for_those_that_have_connected_and_for_no_others(capsys):
+    first, second, beside = *of_ranks(store := Store(), 0, 2), *of_ranks(store, 1)
+    # Rank 3 finds nobody at this port.
+    port, token = json.loads(store.get("run/connect"))
+    store.set("run/connect", json.dumps([1, token]))
+    (third,) = of_ranks(store, 3)
+    began = time.monotonic()
+    for one in (first, second, third, beside):
+        one.complete()
+    assert (first.ranks, second.ranks, third.ranks, beside.ranks) == ({2}, {0}, set(), set())
+    # Rank 0 ends before it lets in one that has connected.
+    store.set("run/connect", json.dumps([port, token]))
+    (third,) = of_ranks(store, 3)
+    first.close()
+    third.complete()
+    assert third.ranks == set() and time.monotonic() - began < _connections._CONNECT_S
+    said = capsys.readouterr().err
+    assert "rank 3: cannot connect to rank 0" in said and "rank 3: rank 0 has refused a connection" in said, said
+
+
 def test_a_stranger_neither_gets_in_nor_keeps_others_out(monkeypatch):
     monkeypatch.setattr(_connections, "_CONNECT_S", 0.3)
     (first,) = of_ranks(store := Store(), 0)

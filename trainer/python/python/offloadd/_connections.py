@@ -5,7 +5,7 @@ file so. Nothing is sent over these connections after their beginning: the kerne
 connection with its process.
 
     rank 0       listens at the store's address   store: port and token
-    other node   connects, sends token and rank   rank 0: one byte
+    other node   connects, sends token and rank   store: whether it has; rank 0: one byte
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from ._console import say
 # Time to connect; and in which one who has connected must say who it is.
 _CONNECT_S = 5.0
 
+# Between two looks at those that connect.
+_PAUSE_S = 1e-3
+
 # Seconds without traffic until a kernel asks the other one, the same between two questions, and questions without an answer that end a connection.
 _IDLE_S, _AGAIN_S, _ASKED = 1, 1, 3
 
@@ -36,7 +39,7 @@ _WELCOME = b"\1"
 
 
 class Connections:
-    """Those of this rank. One thread uses them."""
+    """Those of this rank. One thread at a time uses them."""
 
     def __init__(self, store: Any, key: str, rank: int, beyond: set[int]) -> None:
         """`beyond` are the ranks of other nodes than rank 0's."""
@@ -47,15 +50,16 @@ class Connections:
         # Those that have connected and not said who they are, with the time until which they may.
         self._strangers: list[tuple[socket.socket, float]] = []
         self._server: Optional[socket.socket] = None
+        self._store, self._key = store, key
         self._token, host = "", _host(store)
         if host is not None and (rank == 0 or rank in beyond):
             _open.add(self)
             try:
-                self._listen(store, key, host) if rank == 0 else self._connect(store, key, host)
+                self._listen(host) if rank == 0 else self._connect(host)
             except OSError as error:
                 self._without(f"cannot {'listen' if rank == 0 else 'connect to rank 0'} at {host}: {error}")
 
-    def _listen(self, store: Any, key: str, host: str) -> None:
+    def _listen(self, host: str) -> None:
         port = 0
         try:
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -63,15 +67,27 @@ class Connections:
             self._server.setblocking(False)
             port, self._token = self._server.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2)
         finally:
-            store.set(f"{key}/connect", json.dumps([port, self._token]))
+            self._store.set(f"{self._key}/connect", json.dumps([port, self._token]))
 
-    def _connect(self, store: Any, key: str, host: str) -> None:
-        port, token = json.loads(store.get(f"{key}/connect"))
-        # Otherwise rank 0 has said why.
-        if port != 0:
-            made = _watched(socket.create_connection((host, port), timeout=_CONNECT_S))
-            made.sendall(token.encode() + _RANK.pack(self._rank))
-            self._sockets[0] = made
+    def _connect(self, host: str) -> None:
+        try:
+            port, token = json.loads(self._store.get(f"{self._key}/connect"))
+            # Otherwise rank 0 has said why.
+            if port != 0:
+                made = _watched(socket.create_connection((host, port), timeout=_CONNECT_S))
+                made.sendall(token.encode() + _RANK.pack(self._rank))
+                self._sockets[0] = made
+        finally:
+            self._store.set(f"{self._key}/connect/{self._rank}", json.dumps(0 in self._sockets))
+
+    def complete(self) -> None:
+        """Returns when rank 0 has let in all that have connected, and when it has let this rank in. All ranks have made theirs, and rank 0's have
+        returned from here before the others' call it."""
+        connected = {rank for rank in self._awaited if self._server is not None and json.loads(self._store.get(f"{self._key}/connect/{rank}"))}
+        until = time.monotonic() + _CONNECT_S
+        while (connected & self._awaited if self._rank == 0 else self._sockets.keys() - self.ranks) and time.monotonic() < until:
+            self.check()
+            time.sleep(_PAUSE_S)
 
     def check(self) -> None:
         """Lets those in that wait, and leaves out those whose connection has ended."""

@@ -110,10 +110,10 @@ class Meetings:
         self._processes = {rank: self._board.process(rank) for rank in topology.local if rank != self.rank}
         self._main, self._process = threading.current_thread().ident, os.getpid()
         self._woken, self._wake = os.pipe()
-        self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
-        self._watcher.start()
         if self.link is not None:
             self.link.start()
+        self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
+        self._watcher.start()
         # No thread of ours is left when the interpreter is taken down.
         atexit.register(self.close)
 

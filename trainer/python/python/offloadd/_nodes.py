@@ -130,7 +130,17 @@ class Link:
         self._tell_once()
 
     def start(self) -> None:
-        """Begins to tell, when all ranks have made their link."""
+        """Begins to tell, when all ranks have made their link. Returns when this rank knows which others are connected, and rank 0 that this one
+        is: from then on it may keep the interpreter's lock, though no thread of its own has run."""
+        key = f"{self._key}/connected"
+        if self._topology.rank > 0:
+            self._store.get(key)
+        self._connections.complete()
+        if self._topology.rank == 0:
+            self._note_connected()
+            self._tell_once()
+            self._store.set(key, "")
+        self._read_states()
         for thread in self._threads:
             thread.start()
 
@@ -188,8 +198,7 @@ class Link:
     def silent(self) -> str:
         """Which rank of another node has not been heard for too long; empty if none."""
         self._connections.check()
-        if self._topology.rank == 0:
-            self.state.update(connected=[*self._topology.local, *self._connections.ranks])
+        self._note_connected()
         store = f"rank 0 on {self._topology.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
         if self._lost:
             return f"{store} is gone"
@@ -201,6 +210,10 @@ class Link:
         rank = silent[0]
         since = f"has not answered for {self._heard - self._seen[rank]:.0f} s"
         return f"rank {rank} (node {self._topology.node_of(rank)}, {self._topology.hosts[rank]}) {since}"
+
+    def _note_connected(self) -> None:
+        if self._topology.rank == 0:
+            self.state.update(connected=[*self._topology.local, *self._connections.ranks])
 
     def _silent(self) -> list[int]:
         return [rank for rank in self._others if self._heard - self._seen[rank] > self._allowed_s(rank) and not self._told[rank].get("left")]
