@@ -26,7 +26,6 @@ RETIRED = {
     r"\boffload\.host_memory\b": "offload.host_memory_bytes",
     r"\bat_once\b": "immediate",
     r"\bmove_bytes_per_s_max\b": "rebalance_bytes_per_s_max",
-    r"\brated_tb_written\b": "rated_tbw",
     r"\bOFFLOADD_REMOVED\b": "OFFLOADD_DISABLE",
     r"\bOFFLOADD_MISHAP\b": "OFFLOADD_FAULT",
     # Commands and options

@@ -21,7 +21,6 @@ use crate::store::format::{MeasuredArea, MeasuredRates};
 use crate::store::placement::rate;
 use crate::store::recover::{self, RecoveredStore};
 use crate::store::superblock::Superblock;
-use crate::store::wear::Wear;
 use crate::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError};
 
 /// Reason why a device cannot be calibrated.
@@ -69,7 +68,7 @@ pub struct Calibration {
     pub now: MeasuredRates,
 }
 
-/// Measures the device at `path` of the store on `devices` and stores its rates. Counts what was written as wear.
+/// Measures the device at `path` of the store on `devices` and stores its rates.
 ///
 /// # Errors
 /// [`CalibrateError`]. The rates are the old ones or, if a write failed, perhaps the new ones; the command can be repeated.
@@ -82,10 +81,12 @@ pub fn calibrate(
     let mut store = recover::open(blocks)?;
     let (device, area) = begin(blocks, &mut store, path)?;
     let position = store[device].position;
-    let mut moved = MovedBeside::default();
-    let found = measure(&devices[position], area, engine, &mut moved);
-    add_wear(blocks, &store, device, moved.written_bytes)?;
-    let now = found?;
+    let now = measure(
+        &devices[position],
+        area,
+        engine,
+        &mut MovedBeside::default(),
+    )?;
     finish(blocks, &store, device, &now)?;
     let before = store[device].superblock.rates();
     Ok(Calibration { before, now })
@@ -185,18 +186,4 @@ fn lacking_with(
     let rate = rate(rates.read_bytes_per_s, rates.write_bytes_per_s);
     space.set_rate(device, rate);
     space.lacking(&current, least_bytes)
-}
-
-fn add_wear(
-    blocks: &mut impl Blocks,
-    store: &RecoveredStore,
-    device: DeviceIndex,
-    written_bytes: u64,
-) -> Result<(), BlockError> {
-    let (position, number) = (store[device].position, store[device].superblock.number);
-    let mut wear = Wear::read(blocks, position, store.id, number);
-    wear.sequence += 1;
-    wear.written_bytes += written_bytes;
-    let (offset, copy) = wear.encode(store.id, number);
-    blocks.write(position, offset, &copy)
 }

@@ -74,12 +74,6 @@ struct ConfigToml {
     /// Default: `64`. Example: `128`.
     #[serde(default)]
     iodepth_max: Option<u32>,
-    /// Endurance ratings of the drives in terabytes written, from their data sheets: one number for all devices, or one for each.
-    /// The daemon warns when 80 % of a rating is written.
-    ///
-    /// Default: none. Example: `[600, 1200]`.
-    #[serde(default)]
-    rated_tbw: Option<Rating>,
     /// Most bytes per second that `offloadd verify` of all users together reads from a running daemon. Root and the daemon's user
     /// are not limited.
     ///
@@ -102,13 +96,6 @@ fn socket_default() -> PathBuf {
 }
 
 /// One number for all devices, or one per device.
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Rating {
-    All(f64),
-    Each(Vec<f64>),
-}
-
 #[derive(Debug, Default, Deserialize)]
 struct MetricsToml {
     /// Where Prometheus reads metrics: a unix socket, or a loopback address with a port.
@@ -158,10 +145,6 @@ pub struct Config {
     pub sessions_max: u32,
     /// Limit of one session's operations in flight.
     pub iodepth_max: u32,
-    /// Rated endurance of each device in bytes, in the order of `devices`; `None` if not set.
-    pub rated_bytes: Vec<Option<u64>>,
-    /// Rated endurance of a device that is not in `devices`, because it was added later; set if one number is for all devices.
-    pub rated_bytes_others: Option<u64>,
     /// Limit of what the scrubs of all users read together. Does not apply to root and the daemon's user.
     pub scrub_bytes_per_s_max: u64,
     /// Default limit of what is copied while tiles move between devices; `None`: no limit.
@@ -297,11 +280,6 @@ impl ConfigToml {
             let message = format!("{iodepth_max} is not from {IODEPTH_MIN} to {IODEPTH_MAX}");
             return Err(refused("iodepth_max")(message));
         }
-        let rated_bytes_others = match self.rated_tbw {
-            Some(Rating::All(tb)) => Some(rated_bytes(tb)),
-            Some(Rating::Each(_)) | None => None,
-        };
-        let rated = ratings(self.rated_tbw, self.devices.len()).map_err(refused("rated_tbw"))?;
         let scrub = bytes_per_s(self.scrub_bytes_per_s_max.as_ref(), "a scrub");
         let scrub = scrub.map_err(refused("scrub_bytes_per_s_max"))?;
         let moves = bytes_per_s(
@@ -317,8 +295,6 @@ impl ConfigToml {
             require_locked: self.require_locked,
             sessions_max,
             iodepth_max,
-            rated_bytes: rated,
-            rated_bytes_others,
             scrub_bytes_per_s_max: scrub.unwrap_or(SCRUB_BYTES_PER_S_DEFAULT),
             rebalance_bytes_per_s_max: moves.map_err(refused("rebalance_bytes_per_s_max"))?,
             metrics_listen: listen.transpose().map_err(refused("metrics.listen"))?,
@@ -370,30 +346,6 @@ fn engine(name: Option<&str>) -> Result<EngineChoice, String> {
         let known = || format!("`{name}` is not one of {}", ENGINES.join(", "));
         EngineChoice::from_name(name).ok_or_else(known)
     })
-}
-
-fn rated_bytes(tb: f64) -> u64 {
-    (tb * 1e12) as u64
-}
-
-/// Returns the rated endurance of each device in bytes.
-fn ratings(rating: Option<Rating>, devices: usize) -> Result<Vec<Option<u64>>, String> {
-    let each = match rating {
-        None => return Ok(vec![None; devices]),
-        Some(Rating::All(tb)) => vec![tb; devices],
-        Some(Rating::Each(each)) if each.len() == devices => each,
-        Some(Rating::Each(each)) => {
-            return Err(format!(
-                "{} numbers for {devices} devices: give one for all, or one per device",
-                each.len()
-            ));
-        }
-    };
-    // More than 0, because wear is divided by it; no drive is rated for a million TB.
-    match each.iter().find(|tb| !(0.001..=1e6).contains(*tb)) {
-        Some(tb) => Err(format!("{tb} TB is not from 0.001 to 1000000")),
-        None => Ok(each.into_iter().map(|tb| Some(rated_bytes(tb))).collect()),
-    }
 }
 
 fn metrics_address(listen: &str, socket: &Path) -> Result<PageAddress, String> {

@@ -149,7 +149,7 @@ speed, and checks the store's own structures as well.")]
 
 Everyone sees all devices and their own jobs; root and the daemon's user see all jobs. `weight` is the configured weight of a user
 beside other users, or of a job beside its user's other jobs. `actual` is the part of the bytes moved during the interval. Bandwidth
-that one does not use goes to the others.")]
+that one does not use goes to the others. `total written` counts from the daemon's start.")]
     Top(cli::top::TopOptions),
 }
 

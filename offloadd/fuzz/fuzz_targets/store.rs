@@ -1,5 +1,5 @@
 //! Opens devices whose structures were changed and sealed again, so that a checksum alone does not detect the change: superblocks, catalog,
-//! definition, tables, records, marks, wear. A store must open or be refused with a message, and must name only places on its own devices.
+//! definition, tables, records, marks. A store must open or be refused with a message, and must name only places on its own devices.
 //!
 //! The store has one job and one generation (the golden store of the simulation). The input is a sequence of: number of the block, offset in it,
 //! length, and the new bytes.

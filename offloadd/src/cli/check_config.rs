@@ -58,15 +58,6 @@ fn resolved(config: &Config) -> String {
             ApproxBytes(bytes)
         );
     }
-    if let Some(rated) = config
-        .rated_bytes
-        .iter()
-        .copied()
-        .collect::<Option<Vec<_>>>()
-    {
-        let tb: Vec<_> = rated.iter().map(|&bytes| bytes as f64 / 1e12).collect();
-        text += &format!("rated_tbw = {tb:?}\n");
-    }
     if let Some(listen) = &config.metrics_listen {
         text += &format!("[metrics]\nlisten = {:?}\n", listen.to_toml());
     }

@@ -7,7 +7,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail};
 use offload_support::outln;
 use offload_support::units::ApproxBytes;
-use offloadd::blocks::Blocks;
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, unreserved};
 use offloadd::engine::EngineChoice;
@@ -16,7 +15,6 @@ use offloadd::metrics::MovedBeside;
 use offloadd::store;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::superblock::StoreId;
-use offloadd::store::wear::Wear;
 
 use super::follow_parent;
 use offload_support::progress::{Audience, Progress, Unit};
@@ -97,7 +95,7 @@ fn make_store(
             eprintln!("offloadd: {}: {}", device.path(), unreserved(name));
         }
     }
-    let (rates, moved): (Vec<_>, Vec<_>) = measure_together(&devices, engine)?.into_iter().unzip();
+    let rates = measure_together(&devices, engine)?;
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
         .context("drawing random bytes for the store's ID")?;
@@ -111,16 +109,6 @@ fn make_store(
         created_unix_s,
         force,
     )?;
-    // Count the writes of the measurement as wear.
-    for (position, (superblock, moved)) in superblocks.iter().zip(moved).enumerate() {
-        let wear = Wear {
-            sequence: 1,
-            written_bytes: moved.written_bytes,
-            ..Wear::default()
-        };
-        let (offset, blocks) = wear.encode(StoreId(id), superblock.number);
-        DeviceBlocks(&devices).write(position, offset, &blocks)?;
-    }
     outln!("store {}", StoreId(id));
     outln!(
         "{:>6}  {:>12}  {:>10}  {:>10}  path",
@@ -146,16 +134,12 @@ fn make_store(
 fn measure_together(
     devices: &[Device],
     engine: EngineChoice,
-) -> Result<Vec<(MeasuredRates, MovedBeside)>, MeasureError> {
+) -> Result<Vec<MeasuredRates>, MeasureError> {
     std::thread::scope(|scope| {
         let measuring: Vec<_> = devices
             .iter()
             .map(|device| {
-                scope.spawn(move || {
-                    let mut moved = MovedBeside::default();
-                    let rates = measure_blank(device, engine, &mut moved)?;
-                    Ok((rates, moved))
-                })
+                scope.spawn(move || measure_blank(device, engine, &mut MovedBeside::default()))
             })
             .collect();
         let results = measuring

@@ -10,7 +10,6 @@ use offload_support::progress::{Audience, Progress, Unit};
 use offload_support::units::{ApproxBytes, CountOf, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
-use offloadd::metrics::Ratings;
 use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
 
@@ -52,13 +51,6 @@ struct VerifyResult {
     unread: Vec<String>,
     unclean: Vec<proto::JobName>,
     undecided: Vec<proto::UndecidedJob>,
-    wear: Vec<DeviceWearLine>,
-}
-
-struct DeviceWearLine {
-    path: String,
-    worn_bytes: u64,
-    rated_bytes: Option<u64>,
 }
 
 impl VerifyResult {
@@ -127,12 +119,6 @@ fn read(config: &Config, options: &VerifyOptions, audience: Audience) -> Result<
         }
     })?;
     drop(work);
-    let ratings = Ratings::of_settings(config);
-    let wear = report.wear.iter().map(|device| DeviceWearLine {
-        path: device.path.clone(),
-        worn_bytes: device.wear.written_bytes,
-        rated_bytes: ratings.rated_bytes(&device.path),
-    });
     let unclean = report.unclean_jobs.iter().map(|(uid, job)| proto::JobName {
         uid: *uid,
         job: job.as_str().into(),
@@ -148,7 +134,6 @@ fn read(config: &Config, options: &VerifyOptions, audience: Audience) -> Result<
             .iter()
             .map(proto::DamagedTile::from)
             .collect(),
-        wear: wear.collect(),
         unclean: unclean.collect(),
         undecided: (report.undecided_jobs.iter())
             .map(proto::UndecidedJob::from)
@@ -210,20 +195,6 @@ async fn scrub(
             socket.display()
         );
     }
-    let metrics = client
-        .metrics(proto::MetricsRequest {})
-        .await
-        .map_err(failed)?;
-    let wear = metrics
-        .into_inner()
-        .devices
-        .into_iter()
-        .map(|device| DeviceWearLine {
-            path: device.device.unwrap_or_default().path,
-            worn_bytes: device.worn_bytes,
-            rated_bytes: device.rated_bytes,
-        });
-    found.wear = wear.collect();
     Ok(found)
 }
 
@@ -285,17 +256,6 @@ fn text(found: &VerifyResult) -> String {
             one.job
         );
     }
-    for device in &found.wear {
-        let rated = device.rated_bytes.map_or_else(String::new, |rated| {
-            let share = 100.0 * device.worn_bytes as f64 / rated as f64;
-            format!(", {share:.1} % of its rated endurance")
-        });
-        text += &format!(
-            "{}: {} written since it was formatted{rated}\n",
-            device.path,
-            ApproxBytes(device.worn_bytes)
-        );
-    }
     text += &format!(
         "{}, {}, {} read{}: {}\n",
         CountOf(found.job_count, "job"),
@@ -338,11 +298,6 @@ fn to_json(found: &VerifyResult) -> Value {
             "offset": note.offset,
             "what": note.what,
             "why": note.why,
-        })).collect::<Vec<_>>(),
-        "wear": found.wear.iter().map(|device| json!({
-            "device": device.path,
-            "worn_bytes": device.worn_bytes,
-            "rated_bytes": device.rated_bytes,
         })).collect::<Vec<_>>(),
         "unclean_jobs": found.unclean.iter().map(|one| json!({
             "uid": one.uid,

@@ -3,7 +3,7 @@
 use super::quota;
 
 /// Keys at the top of the file.
-pub(super) const KEYS: [&str; 12] = [
+pub(super) const KEYS: [&str; 11] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -11,7 +11,6 @@ pub(super) const KEYS: [&str; 12] = [
     "require_locked",
     "sessions_max",
     "iodepth_max",
-    "rated_tbw",
     "scrub_bytes_per_s_max",
     "rebalance_bytes_per_s_max",
     "metrics",

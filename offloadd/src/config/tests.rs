@@ -11,7 +11,6 @@ const WHOLE: &str = r#"
     require_locked = true
     sessions_max = 16
     iodepth_max = 32
-    rated_tbw = [600, 1200.5]
     scrub_bytes_per_s_max = "100MiB"
     rebalance_bytes_per_s_max = "200MiB"
     [metrics]
@@ -48,10 +47,6 @@ fn every_key_is_read() {
         KEYS.iter()
             .all(|key| *key == "quota" || table.contains_key(*key))
     );
-    let rated_bytes = [600_000_000_000_000, 1_200_500_000_000_000];
-    assert_eq!(config.rated_bytes, rated_bytes.map(Some));
-    let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
-    assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
     assert_eq!(config.scrub_bytes_per_s_max, 100 << 20);
     assert_eq!(config.limits().rebalance_bytes_per_s_max, Some(200 << 20));
     let listen = config.metrics_listen.unwrap();
@@ -70,9 +65,9 @@ fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
             "[metrics]: unknown key `listne`; did you mean `listen`?",
         ),
         (
-            "rated_tbw",
-            "rated_tb_written",
-            "unknown key `rated_tb_written`; did you mean `rated_tbw`?",
+            "scrub_bytes_per_s_max",
+            "scrub_rate_max",
+            "unknown key `scrub_rate_max`; did you mean `scrub_bytes_per_s_max`?",
         ),
     ] {
         let message = parse(&WHOLE.replace(from, to)).unwrap_err();
@@ -99,11 +94,6 @@ fn values_outside_their_limits_are_refused_by_key() {
         ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
         ("200MiB", "200MB/h", "rebalance_bytes_per_s_max"),
         ("200MiB", "1023KiB", "rebalance_bytes_per_s_max"),
-        ("[600, 1200.5]", "[600]", "rated_tbw"),
-        ("[600, 1200.5]", "0", "rated_tbw"),
-        ("[600, 1200.5]", "-1", "rated_tbw"),
-        ("[600, 1200.5]", "nan", "rated_tbw"),
-        ("[600, 1200.5]", "inf", "rated_tbw"),
         ("127.0.0.1:9464", "0.0.0.0:9464", "metrics.listen"),
         ("127.0.0.1:9464", "192.168.1.5:9464", "metrics.listen"),
         ("127.0.0.1:9464", "[::]:9464", "metrics.listen"),

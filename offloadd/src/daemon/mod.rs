@@ -24,12 +24,11 @@ use tokio::runtime::Runtime;
 use crate::arena::{LockOutlook, LockPolicy, lock_outlook};
 use crate::config::Config;
 use crate::core::Core;
-use crate::device::{Device, DeviceBlocks};
+use crate::device::Device;
 use crate::doctor::{Roots, huge_pages};
 use crate::driver::{self, Parts, Running};
 use crate::handover::inherited::InheritedDescriptors;
 use crate::handover::{self, SESSIONS_MAX};
-use crate::metrics::{Endurance, Ratings, WearCount};
 use crate::queue::DeviceLimits;
 use crate::server::page::Page;
 use crate::server::{self, About};
@@ -59,8 +58,6 @@ pub fn run(
         store,
         unwritable,
     } = opening::open(&config, file, private, sessions_wait)?;
-    let wear = WearCount::read(&mut DeviceBlocks(&devices), &store);
-    let endurance = Endurance::new(store.id, Ratings::of_settings(&config), wear);
     let (store_id, device_count) = (store.id, devices.len() - store.foreign_devices.len());
     let (files, device_limits): (Vec<_>, Vec<_>) =
         (device_limits(&store, &devices)).into_iter().unzip();
@@ -97,7 +94,6 @@ pub fn run(
         limits: config.limits(),
         quotas: config.quotas.clone(),
         epoch,
-        endurance,
         policy,
         descriptor_socket: descriptor_socket.clone(),
         inherited,

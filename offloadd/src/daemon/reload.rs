@@ -6,7 +6,6 @@ use crate::check::check;
 use crate::config::Config;
 use crate::driver::SettingsChange;
 use crate::findings::Severity;
-use crate::metrics::Ratings;
 use anyhow::{Result, bail};
 
 /// Settings to apply, and messages about changed settings that need a restart.
@@ -94,7 +93,6 @@ fn compare(started: &Config, served: &[ListedDevice], new: &Config) -> Reload {
     let change = SettingsChange {
         limits,
         quotas: new.quotas.clone(),
-        ratings: Ratings::of_settings(new),
     };
     Reload { change, refused }
 }
@@ -109,7 +107,6 @@ mod tests {
         arena_bytes_max = \"1GiB\"
         sessions_max = 8
         iodepth_max = 16
-        rated_tbw = [1, 2]
     ";
 
     fn serving(paths: &[&str]) -> Vec<ListedDevice> {
@@ -139,33 +136,6 @@ mod tests {
             Some(1 << 20)
         );
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
-        let reload = compared("[1, 2]", "[3, 4]");
-        let rated = |reload: &Reload, path| {
-            reload
-                .change
-                .ratings
-                .rated_bytes(path)
-                .map(|b| b / 1_000_000_000_000)
-        };
-        assert_eq!(
-            ["/a", "/b", "/late"].map(|path| rated(&reload, path)),
-            [Some(3), Some(4), None]
-        );
-        let reload = compared("[1, 2]", "5");
-        assert_eq!(
-            ["/a", "/late"].map(|path| rated(&reload, path)),
-            [Some(5), Some(5)]
-        );
-        // A device that is not in the store: the list needs a restart, the rating applies.
-        let reload = compared(
-            "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2]",
-            "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2, 6]",
-        );
-        assert_eq!(
-            ["/a", "/late"].map(|path| rated(&reload, path)),
-            [Some(1), Some(6)]
-        );
-        assert_eq!(reload.refused, ["`devices` needs a restart"]);
         let reload = compared("sessions_max = 8", "sessions_max = 2");
         assert_eq!(reload.change.limits.sessions_max, 2);
     }
@@ -208,10 +178,9 @@ mod tests {
     #[test]
     fn a_list_that_follows_the_store_needs_no_restart() {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
-        let started = STARTED.replace("rated_tbw = [1, 2]", "");
         let refused = |served: &[ListedDevice], list: &str| {
-            let new = started.replace("\"/a\", \"/b\"", list);
-            let reload = compare(&parse(&started), served, &parse(&new));
+            let new = STARTED.replace("\"/a\", \"/b\"", list);
+            let reload = compare(&parse(STARTED), served, &parse(&new));
             assert!(reload.refused.iter().all(|one| one.contains("`devices`")));
             !reload.refused.is_empty()
         };

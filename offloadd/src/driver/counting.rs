@@ -1,4 +1,4 @@
-//! Counts and logs of the driver: commits, damage, wear, slow drives; and snapshots for metrics.
+//! Counts and logs of the driver: commits, damage, slow drives; and snapshots for metrics.
 
 use std::fs::Metadata;
 use std::os::fd::AsRawFd;
@@ -7,18 +7,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use offload_api::ring::entry::Priority;
 use offload_support::units::ApproxBytes;
 
-use super::{Driver, LedgerChange, WEAR_IO, trace};
+use super::{Driver, LedgerChange, trace};
 use crate::core::{Call, Peer, TileDamage, Viewer};
 use crate::device::is_sparse;
-use crate::engine::{Io, Memory};
-use crate::io::{IoId, IoOp, failure};
+use crate::io::{IoOp, failure};
 use crate::metrics::ledger::{FailedOperation, JobPlace};
 use crate::metrics::slowness::SlownessChange;
 use crate::metrics::{DeviceView, Snapshot};
-use crate::queue::Owner;
 use crate::store::DATA_OFFSET;
 
 /// Minimum time between two snapshots; one takes a few milliseconds with a thousand jobs.
@@ -186,36 +183,8 @@ impl Driver {
         }
     }
 
-    /// Writes each device's wear counters to it, if they are due or `at_once` is set. A device has one such write at a time.
-    pub(super) fn keep_wear(&mut self, at_once: bool) {
-        let now = Instant::now();
-        let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
-        if !due {
-            return;
-        }
-        let jobs = self.core.job_states(Viewer::All);
-        for to_keep in self.ledger.keep_wear(&jobs, now, at_once) {
-            let io = Io {
-                id: IoId(WEAR_IO | u64::from(to_keep.device.0)),
-                device: to_keep.device,
-                op: IoOp::Write,
-                offset: to_keep.offset,
-                bytes: to_keep.blocks.len() as u32,
-                memory: Memory::Meta(to_keep.blocks),
-            };
-            self.queue.push(io, Priority::Prefetch, Owner::Daemon);
-        }
-    }
-
-    /// Logs which devices have become slow, have recovered, or approach their rated endurance.
+    /// Logs which devices have become slow or have recovered.
     pub(super) fn judge_devices(&mut self) {
-        for (device, fraction) in self.ledger.newly_worn() {
-            tracing::warn!(
-                "device {} has reached {:.0} % of its rated endurance (`rated_tbw`): plan to replace it",
-                self.core.device_states()[device.0 as usize].path,
-                100.0 * fraction
-            );
-        }
         let Some(changes) = self.ledger.judge(Instant::now()) else {
             return;
         };

@@ -15,7 +15,7 @@ use crate::core::{
     Call, CommittedTiles, Core, NewDevice, Peer, Reply, TileDamage, TilePosition, Viewer,
 };
 use crate::io::SessionId;
-use crate::metrics::{MovedBeside, Ratings, Snapshot};
+use crate::metrics::{MovedBeside, Snapshot};
 use crate::quota::{Limits, Quotas};
 use crate::store::content::JobContent;
 use crate::store::definition::JobName;
@@ -33,8 +33,6 @@ pub struct SettingsChange {
     pub limits: Limits,
     /// Quotas of users and jobs.
     pub quotas: Quotas,
-    /// Rated endurance of the drives.
-    pub ratings: Ratings,
 }
 
 /// Questions about the core's state, each with where its answer goes. Each takes microseconds.

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
-use offload_api::ids::{DeviceIndex, Epoch};
+use offload_api::ids::Epoch;
 use offload_api::ring::entry::Sqe;
 use rustix::event::epoll::{self, EventFlags};
 use tokio::sync::oneshot;
@@ -34,7 +34,7 @@ use crate::device::{Device, is_sparse};
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
 use crate::io::{IoResult, SessionId};
-use crate::metrics::{Endurance, Ledger};
+use crate::metrics::Ledger;
 use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
 use crate::quota::{Limits, Quotas};
@@ -81,9 +81,6 @@ const EVENTS_A_TURN: usize = 64;
 /// Engine operations per session beyond its tiles: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
 
-/// Flag in the ids of the driver's own operations; the core counts its ids up from 1.
-const WEAR_IO: u64 = 1 << 63;
-
 /// How long a stop waits for I/O in flight; a dead drive must not keep the daemon from ending.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 
@@ -107,8 +104,6 @@ pub struct Parts {
     pub quotas: Quotas,
     /// Epoch of this incarnation, for the rings.
     pub epoch: Epoch,
-    /// Wear of the devices.
-    pub endurance: Endurance,
     /// Whether arenas must be locked.
     pub policy: LockPolicy,
     /// Path of the descriptor socket; no file exists there.
@@ -238,12 +233,8 @@ struct Driver {
     turn_waiters: Vec<oneshot::Sender<()>>,
     /// Time of the next snapshot for `metrics_waiters`.
     snapshot_at: Instant,
-    /// Devices that left the store and are still open.
-    left: Vec<DeviceIndex>,
     /// Devices whose trouble has been logged.
     in_trouble: [bool; DEVICES_MAX as usize],
-    /// Whether the last write of the wear counters has been started.
-    wear_kept: bool,
     pacing: Pacing,
     spans: Spans,
     events: VecDeque<Event>,
@@ -280,15 +271,14 @@ impl Driver {
             limits,
             quotas,
             epoch,
-            endurance,
             policy,
             descriptor_socket,
             inherited,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
-        // Plus one write of the wear counters per device. Devices may be added later.
+        // Devices may be added later.
         let devices_max = devices.len().max(DEVICES_MAX as usize);
-        let operations_max = limits.sessions_max as usize * a_session + devices_max;
+        let operations_max = limits.sessions_max as usize * a_session;
         let inflight_max = Queue::inflight_max(devices_max, operations_max);
         let (engine, reason) = Engine::open(engine, &devices, inflight_max)?;
         let keeper = Keeper::new(handle, epoch, policy, limits.arena_bytes_max);
@@ -298,7 +288,7 @@ impl Driver {
         )))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| system("epoll_create")(e.into()))?;
-        let ledger = Ledger::new(&core.device_states(), endurance, Instant::now());
+        let ledger = Ledger::new(&core.device_states(), Instant::now());
         let mut driver = Self {
             core,
             queue: Queue::new(&device_limits),
@@ -323,9 +313,7 @@ impl Driver {
             metrics_waiters: Vec::new(),
             turn_waiters: Vec::new(),
             snapshot_at: Instant::now(),
-            left: Vec::new(),
             in_trouble: [false; DEVICES_MAX as usize],
-            wear_kept: false,
             pacing: Pacing::new(Instant::now()),
             spans: Spans::default(),
             events: VecDeque::from([Event::Quotas(quotas)]),
@@ -378,11 +366,9 @@ impl Driver {
             }
             self.expire();
             self.judge_devices();
-            self.keep_wear(false);
             self.move_tiles();
             self.accept();
             self.decide();
-            self.close_left();
             self.submit_queued()?;
             self.free_ended();
             for session in self.sessions.values_mut() {
@@ -462,7 +448,6 @@ impl Driver {
                 Message::Change(change) => {
                     self.limits = change.limits;
                     self.keeper.limit(change.limits.arena_bytes_max);
-                    self.ledger.rate(change.ratings);
                     self.events.push_back(Event::Limits(change.limits));
                     self.events.push_back(Event::Quotas(change.quotas));
                 }
@@ -482,21 +467,6 @@ impl Driver {
             let Some(done) = self.queue.ended(piece, now) else {
                 continue;
             };
-            if done.id.0 & WEAR_IO != 0 {
-                let device = DeviceIndex((done.id.0 & !WEAR_IO) as u32);
-                let moved_bytes = done.outcome.ok().map(u64::from);
-                if !self.ledger.wear_kept(device, moved_bytes) {
-                    let why = match done.outcome {
-                        Err(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
-                        Ok(moved) => format!("only {moved} bytes moved"),
-                    };
-                    tracing::warn!(
-                        "device {}: writing its wear counters failed, will retry: {why}",
-                        self.core.device_states()[device.0 as usize].path
-                    );
-                }
-                continue;
-            }
             if let Some(failed) = self.ledger.ended(&done, now) {
                 failures.push((failed, done.outcome));
             }

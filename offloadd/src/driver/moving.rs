@@ -157,8 +157,7 @@ impl Driver {
         self.had_holes.push(super::has_holes(&file));
         self.files.push(Some(file));
         self.queue.add(&limits);
-        self.ledger
-            .add_device(&device.path, &device.rates, Instant::now());
+        self.ledger.add_device(&device.rates, Instant::now());
         self.ledger.moved_beside(index, moved);
         let call = CallId(self.calls_made);
         self.calls_made += 1;
@@ -176,8 +175,7 @@ impl Driver {
             let state = driver.core.device_states().swap_remove(device.0 as usize);
             state.path
         };
-        if let Some(Reply::AddDevice { number }) = reply {
-            self.ledger.device_came(device, *number);
+        if let Some(Reply::AddDevice { .. }) = reply {
             tracing::info!(
                 "added device {} to the store; tiles move to it. Add it to `devices` in the settings before the next start",
                 path(self)
@@ -193,17 +191,7 @@ impl Driver {
             "drained device {}, which is not part of the store any more: remove it from `devices` in the settings",
             state.path
         );
-        self.ledger.device_left(device);
-        self.left.push(device);
-    }
-
-    /// Closes devices that have left the store, once their last write of wear counters has ended.
-    pub(super) fn close_left(&mut self) {
-        let ledger = &self.ledger;
-        let idle = (self.left).extract_if(.., |device| !ledger.is_keeping_wear(*device));
-        for device in idle.collect::<Vec<_>>() {
-            self.close_device(device);
-        }
+        self.close_device(device);
     }
 
     fn close_device(&mut self, device: DeviceIndex) {

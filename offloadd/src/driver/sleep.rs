@@ -41,7 +41,6 @@ impl Driver {
             .chain(self.stop_deadline)
             .chain(self.report_stop_at)
             .chain(self.ledger.judge_at())
-            .chain(self.ledger.keep_wear_at())
             .chain(self.move_at())
             .chain((!self.metrics_waiters.is_empty()).then_some(self.snapshot_at))
             .chain(self.accept_at)

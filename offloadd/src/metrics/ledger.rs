@@ -1,6 +1,5 @@
 //! Counts the operations that the driver starts and completes, by device and by job.
 
-mod keeping;
 #[cfg(test)]
 mod tests;
 
@@ -9,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
 
-use super::endurance::{Endurance, Ratings, WearCount};
 use super::slowness::{JUDGED_EVERY, Slowness, SlownessChange};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
 use crate::core::{DeviceState, JobState};
@@ -73,7 +71,6 @@ pub struct Ledger {
     /// Free places of deleted jobs.
     free: Vec<usize>,
     inflight: HashMap<IoId, InFlight>,
-    endurance: Endurance,
 }
 
 #[derive(Debug)]
@@ -85,10 +82,6 @@ struct DeviceLedger {
     /// Operations on tiles that failed.
     tiles_failed_count: u64,
     slowness: Slowness,
-    of_store: bool,
-    /// When its wear counters were last written, and the bytes written in this incarnation by then.
-    wear_kept: Instant,
-    wear_kept_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -99,8 +92,6 @@ struct JobLedger {
     /// Whether the job was deleted; its last operations are still counted here.
     dropped: bool,
     counts: Counts,
-    /// Bytes written to each device.
-    written_bytes: Vec<u64>,
     /// When the last rank called commit.
     called: Option<Instant>,
     commits: Latencies,
@@ -137,7 +128,7 @@ pub struct FailedOperation {
 
 impl Ledger {
     /// Makes a ledger for these devices.
-    pub fn new(devices: &[DeviceState], endurance: Endurance, now: Instant) -> Self {
+    pub fn new(devices: &[DeviceState], now: Instant) -> Self {
         let device = |state: &DeviceState| {
             DeviceLedger::new(state.read_bytes_per_s, state.write_bytes_per_s, now)
         };
@@ -149,36 +140,13 @@ impl Ledger {
             indices: HashMap::new(),
             free: Vec::new(),
             inflight: HashMap::new(),
-            endurance,
         }
     }
 
     /// Adds a device.
-    pub fn add_device(&mut self, path: &str, rates: &MeasuredRates, now: Instant) {
+    pub fn add_device(&mut self, rates: &MeasuredRates, now: Instant) {
         let (read, write) = (rates.read_bytes_per_s, rates.write_bytes_per_s);
-        let mut device = DeviceLedger::new(read, write, now);
-        device.of_store = false;
-        self.devices.push(device);
-        self.endurance.add(WearCount {
-            path: path.to_owned(),
-            ..WearCount::default()
-        });
-        for job in &mut self.jobs {
-            job.written_bytes.push(0);
-        }
-    }
-
-    /// Notes that an added device belongs to the store, so that its wear counters are written.
-    pub fn device_came(&mut self, device: DeviceIndex, number: u32) {
-        let index = device.0 as usize;
-        self.devices[index].of_store = true;
-        self.endurance.number(index, number);
-    }
-
-    /// Notes that a device has left, so that nothing more is written to it.
-    pub fn device_left(&mut self, device: DeviceIndex) {
-        self.devices[device.0 as usize].of_store = false;
-        self.endurance.one_left();
+        self.devices.push(DeviceLedger::new(read, write, now));
     }
 
     /// When counting began.
@@ -203,7 +171,7 @@ impl Ledger {
     }
 
     fn new_place(&mut self, key: (u32, JobName)) -> usize {
-        let new = JobLedger::new(key.0, key.1.clone(), self.devices.len());
+        let new = JobLedger::new(key.0, key.1.clone());
         let place = if let Some(free) = self.free.pop() {
             self.jobs[free] = new;
             free
@@ -220,14 +188,14 @@ impl Ledger {
         place
     }
 
-    /// Chooses a place to reuse. Never one of a job that wrote, whose bytes would be lost from its wear. Another exists, because a store
+    /// Chooses a place to reuse. Never one of a job that wrote, whose counters would start again at 0. Another exists, because a store
     /// holds fewer jobs than there are places.
     fn least_missed(&self) -> usize {
         let jobs = self.jobs.iter().enumerate();
         let unused = jobs.filter(|(_, job)| job.session_count == 0);
         let least = unused.min_by_key(|(_, job)| {
-            let wrote = job.written_bytes.iter().any(|&bytes| bytes > 0);
-            (wrote, job.counts.read.count() > 0)
+            let Counts { read, written, .. } = &job.counts;
+            (written.bytes > 0, read.count() > 0)
         });
         least.expect("fewer sessions than places").0
     }
@@ -290,9 +258,6 @@ impl Ledger {
             IoOp::Flush => of.slowness.flush_ended(now),
         }
         let failed = done.outcome != Ok(bytes);
-        if let (IoOp::Write, Some(place)) = (op, job) {
-            self.jobs[place.0].written_bytes[device.0 as usize] += moved_bytes;
-        }
         let job = job.map(|place| &mut self.jobs[place.0].counts);
         for counts in [&mut of.counts].into_iter().chain(job) {
             let traffic = traffic_of(counts, op);
@@ -315,7 +280,7 @@ impl Ledger {
         })
     }
 
-    /// Counts bytes that were moved without the queue, which are wear too. Their operations are not counted.
+    /// Counts bytes that were moved without the queue. Their operations are not counted.
     pub fn moved_beside(&mut self, device: DeviceIndex, moved: MovedBeside) {
         let counts = &mut self.devices[device.0 as usize].counts;
         counts.read.bytes += moved.read_bytes;
@@ -363,21 +328,6 @@ impl Ledger {
         }
     }
 
-    /// Applies changed ratings.
-    pub fn rate(&mut self, ratings: Ratings) {
-        self.endurance.rate(ratings);
-    }
-
-    /// Returns devices that have newly exceeded the limit for a warning, with the fraction of their rating.
-    pub fn newly_worn(&mut self) -> Vec<(DeviceIndex, f64)> {
-        let devices = self.devices.iter().enumerate();
-        let worn = devices.filter_map(|(index, device)| {
-            let share = (self.endurance).newly_worn(index, device.counts.written.bytes)?;
-            Some((DeviceIndex(index as u32), share))
-        });
-        worn.collect()
-    }
-
     /// When to call [`Self::judge`] next; `None` while nothing is in flight.
     pub fn judge_at(&self) -> Option<Instant> {
         let busy = self.devices.iter().any(|device| device.depth > 0);
@@ -412,10 +362,8 @@ impl Ledger {
 
     /// Combines counters with the core's states of the devices.
     pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
-        let views = states.into_iter().zip(&self.devices).enumerate();
-        let view = |(index, (state, device)): (usize, (DeviceState, &DeviceLedger))| DeviceView {
-            worn_bytes: (self.endurance).written_bytes(index, device.counts.written.bytes),
-            rated_bytes: self.endurance.rated_bytes(index),
+        let views = states.into_iter().zip(&self.devices);
+        let view = |(state, device): (DeviceState, &DeviceLedger)| DeviceView {
             damaged_count: device.damaged_count,
             queue_depth: device.depth,
             queue_depth_max: device.depth_max,
@@ -434,19 +382,7 @@ impl Ledger {
     /// Combines counters with the core's state of a job.
     pub fn job(&self, state: JobState) -> JobView {
         let counted = self.counted(&state);
-        let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);
-        let ever = |id| self.endurance.job_bytes(id, now_bytes);
-        let of_store = |index: &usize| self.devices[*index].of_store;
-        let on = |id| {
-            let devices = (0..self.devices.len()).filter(of_store).map(|index| {
-                let now_bytes = now_bytes.get(index).copied().unwrap_or(0);
-                self.endurance.job_bytes_on(id, index, now_bytes)
-            });
-            devices.filter(|worn| worn.bytes > 0).collect()
-        };
         JobView {
-            worn: state.job_id.map(on).unwrap_or_default(),
-            worn_bytes: state.job_id.map_or(0, ever),
             counts: counted.map(|job| job.counts.clone()).unwrap_or_default(),
             commits: counted.map(|job| job.commits.clone()).unwrap_or_default(),
             commit_failed_count: counted.map_or(0, |job| job.commit_failed_count),
@@ -465,22 +401,18 @@ impl DeviceLedger {
             damaged_count: 0,
             tiles_failed_count: 0,
             slowness: Slowness::new(read_bytes_per_s, write_bytes_per_s, now),
-            of_store: true,
-            wear_kept: now,
-            wear_kept_bytes: 0,
         }
     }
 }
 
 impl JobLedger {
-    fn new(uid: u32, name: JobName, device_count: usize) -> Self {
+    fn new(uid: u32, name: JobName) -> Self {
         Self {
             uid,
             name,
             session_count: 0,
             dropped: false,
             counts: Counts::default(),
-            written_bytes: vec![0; device_count],
             called: None,
             commits: Latencies::default(),
             commit_failed_count: 0,

@@ -5,7 +5,7 @@ use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
 use super::samples::{self, Sample, SampleOwner};
-use super::{Counts, DeviceView, JobDeviceWear, JobView, Latencies, Snapshot, Traffic};
+use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
@@ -91,14 +91,7 @@ impl From<JobView> for proto::JobMetrics {
         message.read = Some(view.counts.read.into());
         message.written = Some(view.counts.written.into());
         message.commits = Some(view.commits.into());
-        message.worn = view.worn.into_iter().map(Into::into).collect();
         message
-    }
-}
-
-impl From<JobDeviceWear> for proto::DeviceWear {
-    fn from(JobDeviceWear { number, bytes }: JobDeviceWear) -> Self {
-        Self { number, bytes }
     }
 }
 
@@ -213,9 +206,6 @@ impl TryFrom<proto::JobMetrics> for JobView {
         let mut view = Self::new(state, counts);
         read(samples::JOB, &mut view, &message);
         view.commits = latencies(message.commits)?;
-        view.worn = (message.worn.into_iter())
-            .map(|proto::DeviceWear { number, bytes }| JobDeviceWear { number, bytes })
-            .collect();
         Ok(view)
     }
 }

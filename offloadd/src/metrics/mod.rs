@@ -8,8 +8,7 @@
 //!
 //! [`samples`] lists every number once, with its names.
 //!
-//! The owner thread counts, so there is no lock; a snapshot copies. Counters start at 0 with the daemon, except wear, which is stored
-//! on the devices.
+//! The owner thread counts, so there is no lock; a snapshot copies. Counters start at 0 with the daemon.
 //!
 //! Memory: 5 KiB per device and 7 KiB per job, for at most [`ledger::JOBS_MAX`] jobs. An operation allocates nothing.
 
@@ -17,7 +16,6 @@ use std::time::Duration;
 
 use crate::core::{DeviceState, JobState};
 
-pub mod endurance;
 pub mod latencies;
 pub mod ledger;
 mod message;
@@ -25,7 +23,6 @@ pub mod samples;
 pub mod slowness;
 pub mod text;
 
-pub use endurance::{Endurance, Ratings, WearCount};
 pub use latencies::Latencies;
 pub use ledger::Ledger;
 pub use message::Misunderstood;
@@ -97,10 +94,6 @@ pub struct DeviceView {
     pub slow: bool,
     /// A problem that needs an administrator: it hangs, or its file was deleted.
     pub trouble: Option<String>,
-    /// Bytes written since it was formatted.
-    pub worn_bytes: u64,
-    /// Rated endurance, if set.
-    pub rated_bytes: Option<u64>,
     /// Damaged tiles found on it.
     pub damaged_count: u64,
 }
@@ -116,8 +109,6 @@ impl DeviceView {
             busy: Duration::ZERO,
             slow: false,
             trouble: None,
-            worn_bytes: 0,
-            rated_bytes: None,
             damaged_count: 0,
         }
     }
@@ -134,10 +125,6 @@ pub struct JobView {
     pub commits: Latencies,
     /// Commit calls that failed.
     pub commit_failed_count: u64,
-    /// Bytes written since the job was defined, including to devices that have left the store.
-    pub worn_bytes: u64,
-    /// Bytes written by device of the store.
-    pub worn: Vec<JobDeviceWear>,
     /// Damaged tiles found by its sessions.
     pub damaged_count: u64,
 }
@@ -150,8 +137,6 @@ impl JobView {
             counts,
             commits: Latencies::default(),
             commit_failed_count: 0,
-            worn_bytes: 0,
-            worn: Vec::new(),
             damaged_count: 0,
         }
     }
@@ -162,13 +147,4 @@ impl JobView {
 pub struct MovedBeside {
     pub read_bytes: u64,
     pub written_bytes: u64,
-}
-
-/// Bytes a job has written to one device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct JobDeviceWear {
-    /// Number of the device in the store.
-    pub number: u32,
-    /// Bytes written in all incarnations of the daemon.
-    pub bytes: u64,
 }

@@ -245,11 +245,6 @@ pub static DEVICE: &[Sample<DeviceView>] = &[
         "offloadd_device_slow",
         "1 while the device is much slower than its measured rates",
     ),
-    carried!(DeviceView, worn_bytes => worn_bytes).counter_in(
-        MetricUnit::Bytes,
-        "offloadd_device_worn",
-        "Bytes written to the device since it was formatted",
-    ),
     carried!(DeviceView, damaged_count => damaged_count).counter(
         "offloadd_device_tiles_damaged",
         "Tiles whose checksum did not match when they were read",
@@ -311,22 +306,12 @@ pub static DEVICE: &[Sample<DeviceView>] = &[
         "offloadd_device_measured_written_bytes_per_second",
         "Write rate measured by format or calibrate; 0 if unknown",
     ),
-    carried!(DeviceView, rated_bytes => rated_bytes).gauge_in(
-        MetricUnit::Bytes,
-        "offloadd_device_rated_written",
-        "Rated endurance (rated_tbw in the settings)",
-    ),
 ];
 
 /// Numbers of each job.
 pub static JOB: &[Sample<JobView>] = &[
     carried!(JobView, commit_failed_count => commit_failed_count)
         .counter("offloadd_job_commits_failed", "Commit calls that failed"),
-    carried!(JobView, worn_bytes => worn_bytes).counter_in(
-        MetricUnit::Bytes,
-        "offloadd_job_worn",
-        "Bytes written by the job since it was defined, including to devices that have left the store",
-    ),
     carried!(JobView, damaged_count => damaged_count).counter(
         "offloadd_job_tiles_damaged",
         "Tiles whose checksum did not match when they were read",
@@ -363,10 +348,7 @@ pub static JOB: &[Sample<JobView>] = &[
         Value::Flag(job.state.commit != CommitState::None)
     })
     .not_in_json()
-    .gauge(
-        "offloadd_job_committing",
-        "1 while a commit is in progress",
-    ),
+    .gauge("offloadd_job_committing", "1 while a commit is in progress"),
     carried!(JobView, state.newest_generation => newest_generation)
         .gauge("offloadd_job_generation", "Newest durable generation"),
     carried!(JobView, state.poisoned => poisoned).gauge(
@@ -375,7 +357,6 @@ pub static JOB: &[Sample<JobView>] = &[
     ),
     carried!(JobView, state.weights.user => user_weight),
     carried!(JobView, state.working_generation => working_generation),
-    carried!(JobView, state.job_id => job_id).not_in_json(),
 ];
 
 #[cfg(test)]
@@ -387,7 +368,7 @@ pub(super) mod tests {
     use super::*;
     use crate::core::{DeviceState, DeviceStatus, JobState};
     use crate::metrics::latencies::Latencies;
-    use crate::metrics::{Counts, JobDeviceWear, Traffic};
+    use crate::metrics::{Counts, Traffic};
     use crate::quota::Weights;
     use crate::store::definition::JobName;
 
@@ -425,13 +406,10 @@ pub(super) mod tests {
             busy: Duration::from_nanos(16),
             slow: true,
             trouble: Some("it hangs".into()),
-            worn_bytes: 33,
-            rated_bytes: Some(0),
             damaged_count: 36,
             ..DeviceView::new(state, counts)
         };
         let state = JobState {
-            job_id: Some(35),
             reserved_bytes: 18,
             session_count: 19,
             arena_bytes: 20,
@@ -457,12 +435,7 @@ pub(super) mod tests {
         let job = JobView {
             commits: traffic(31).latencies,
             commit_failed_count: 32,
-            worn_bytes: 34,
             damaged_count: 37,
-            worn: vec![JobDeviceWear {
-                number: 39,
-                bytes: 40,
-            }],
             ..JobView::new(state, counts)
         };
         Snapshot {

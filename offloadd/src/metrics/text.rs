@@ -54,8 +54,7 @@ impl Collector for MetricsPage {
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
         page.users(&jobs)?;
-        page.jobs(&jobs)?;
-        page.jobs_on(&jobs, &snapshot.devices)
+        page.jobs(&jobs)
     }
 }
 
@@ -119,27 +118,6 @@ impl Encoder<'_, '_> {
                 .collect(),
         )?;
         self.samples(samples::JOB, each, job_labels)
-    }
-
-    fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
-        let path = |number| {
-            let mut devices = devices.iter();
-            let found = devices.find(|device| device.state.status.number == number);
-            found.map(|device| device.state.path.clone())
-        };
-        let lines = jobs.iter().flat_map(|job| {
-            job.worn.iter().filter_map(|worn| {
-                let mut labels = job_labels(job);
-                labels.push(("device", path(worn.number)?));
-                Some((labels, worn.bytes as f64))
-            })
-        });
-        self.counter(
-            "offloadd_job_device_worn",
-            "Bytes written by the job to the device since the job was defined",
-            Some(&Unit::Bytes),
-            lines.collect(),
-        )
     }
 
     /// One line of each metric for each item that has the number.

@@ -28,7 +28,7 @@ pub enum Owner {
 pub(super) enum User {
     /// Operations of the daemon that somebody waits for.
     Daemon,
-    /// Operations nobody waits for: tiles that move, wear.
+    /// Operations nobody waits for: tiles that move.
     Background,
     Uid(u32),
 }

@@ -8,7 +8,7 @@ use super::*;
 const PAGE: &str = "docs/on-disk-format.md";
 
 /// Stored structs: section of the page, file, name.
-const STRUCTS: [(&str, &str, &str); 12] = [
+const STRUCTS: [(&str, &str, &str); 11] = [
     ("head", include_str!("sealed.rs"), "Head"),
     ("superblock", include_str!("superblock.rs"), "Raw"),
     (
@@ -28,7 +28,6 @@ const STRUCTS: [(&str, &str, &str); 12] = [
     ("record tile", include_str!("manifest.rs"), "RawVersion"),
     ("record blob", include_str!("manifest.rs"), "RawBlob"),
     ("mark", include_str!("manifest.rs"), "RawMark"),
-    ("wear header", include_str!("wear.rs"), "RawWearHeader"),
 ];
 
 #[test]
@@ -72,18 +71,6 @@ fn the_offsets_in_docs_are_the_stores() {
             "catalog, copy B",
             "the metadata device",
         ),
-        (
-            WEAR_OFFSETS[0],
-            WEAR_BYTES_MAX,
-            "wear, first place",
-            "every device",
-        ),
-        (
-            WEAR_OFFSETS[1],
-            WEAR_BYTES_MAX,
-            "wear, second place",
-            "every device",
-        ),
     ];
     let mut table = "| offset | at most | what | where |\n|---|---|---|---|\n".to_owned();
     for (offset, bytes, what, device) in rows {
@@ -111,7 +98,6 @@ fn the_magic_numbers_in_docs_are_the_stores() {
         ("definition", tile_table::MAGIC),
         ("record, void", manifest::RECORD_MAGIC),
         ("mark", manifest::MARK_MAGIC),
-        ("wear", wear::MAGIC),
     ];
     let mut table = "| structure | magic |\n|---|---|\n".to_owned();
     for (what, magic) in magics {

@@ -5,8 +5,7 @@
 //!                64 KiB     superblock, copy B
 //! one device     128 KiB    catalog, copy A: header, one entry a job, one entry a device
 //!   (metadata)   512 KiB    catalog, copy B
-//! every device   896 KiB    wear, two copies written in turn: see [`wear`]
-//!                960 KiB
+//! every device   896 KiB    unused; earlier programs kept counters here
 //! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; on the metadata device also each job's area:
 //!
 //! job's area     copy A: definition │ slot 0: record, mark │ slot 1: record, mark
@@ -14,7 +13,7 @@
 //!                copy B: the same
 //! ```
 //!
-//! Everything except tiles and wear has two copies: a damaged copy is reported and repaired from the other. Each copy starts
+//! Everything except tiles has two copies: a damaged copy is reported and repaired from the other. Each copy starts
 //! with the same [`sealed::Head`], whose checksum covers all its blocks. Numbers are little endian with fixed width; reserved
 //! bytes are zero. The copies of a job's area are so far from each other that a misdirected write of one of its tiles cannot
 //! hit both.
@@ -61,7 +60,6 @@ pub mod sealed;
 pub mod superblock;
 pub mod tile_table;
 pub mod verify;
-pub mod wear;
 
 use offload_api::BLOCK_BYTES;
 
@@ -73,6 +71,9 @@ pub const BLOCK: u64 = BLOCK_BYTES as u64;
 /// 1. The first one.
 /// 2. Devices come to a store and leave it: superblocks have the set of devices and its number.
 /// 3. A slot for a commit's record is never empty, so that damage is told from nothing, and its copies lie farther apart than the largest tile.
+///
+/// Counters of written bytes, which nothing depended on, were stored between the catalogs and the data until 2026-11-29; that space is
+/// not read any more. A store with them opens, and earlier programs open a store without them.
 pub const FORMAT_VERSION: u32 = 3;
 
 /// Offsets of the two superblocks of a device.
@@ -84,20 +85,13 @@ pub const CATALOG_OFFSETS: [u64; 2] = [128 << 10, 512 << 10];
 /// Bytes of one catalog.
 pub const CATALOG_BYTES_MAX: u64 = CATALOG_OFFSETS[1] - CATALOG_OFFSETS[0];
 
-/// Offsets of the two copies of a device's wear.
-pub const WEAR_OFFSETS: [u64; 2] = [896 << 10, 960 << 10];
-
-/// Bytes of one copy of the wear.
-pub const WEAR_BYTES_MAX: u64 = WEAR_OFFSETS[1] - WEAR_OFFSETS[0];
-
-/// Start of the data area on every device: after superblocks, catalogs and wear, at a boundary that suits every drive.
+/// Start of the data area on every device: after superblocks and catalogs, at a boundary that suits every drive.
 pub const DATA_OFFSET: u64 = 1 << 20;
 
 /// Most devices of one store: as many as a catalog may list.
 pub use offload_api::DEVICES_MAX;
 
-const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= WEAR_OFFSETS[0]);
-const _: () = assert!(WEAR_OFFSETS[1] + WEAR_BYTES_MAX <= DATA_OFFSET);
+const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= DATA_OFFSET);
 
 /// Why a store cannot be opened or formatted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -14,7 +14,6 @@ use super::definition::{JobName, Tile};
 use super::dual_copy::Note;
 use super::manifest::{self, Mark, MarkedRecord, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
-use super::wear::Wear;
 use crate::blocks::Blocks;
 use crate::io::AlignedBytes;
 
@@ -35,8 +34,6 @@ pub struct Report {
     pub unclean_jobs: Vec<(u32, JobName)>,
     /// Jobs with an unreadable record.
     pub undecided_jobs: Vec<UndecidedJob>,
-    /// Wear of each device, in the store's order.
-    pub wear: Vec<DeviceWear>,
 }
 
 /// A job with an unreadable record, perhaps the newest, after which the one before it was overwritten.
@@ -49,16 +46,6 @@ pub struct UndecidedJob {
     pub generation: Generation,
     /// Tiles that differ from the readable records: overwritten since, or damaged.
     pub differing_count: u64,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DeviceWear {
-    /// Index in the list it was opened from.
-    pub position: usize,
-    /// Path of the device.
-    pub path: String,
-    /// Wear as last stored.
-    pub wear: Wear,
 }
 
 impl Report {
@@ -147,7 +134,6 @@ pub fn verify_watched(
     let mut report = Report {
         job_count: store.jobs.len(),
         notes: store.notes.clone(),
-        wear: wear(blocks, &store),
         ..Report::default()
     };
     for job in &store.jobs {
@@ -171,15 +157,6 @@ fn job_bytes(job: &RecoveredJob) -> u64 {
         written.map(|(spec, _)| u64::from(spec.tile_bytes)).sum()
     };
     compared(job).map(of).sum()
-}
-
-fn wear(blocks: &mut impl Blocks, store: &RecoveredStore) -> Vec<DeviceWear> {
-    let wear = store.devices.iter().map(|device| DeviceWear {
-        position: device.position,
-        path: device.path.clone(),
-        wear: Wear::read(blocks, device.position, store.id, device.superblock.number),
-    });
-    wear.collect()
 }
 
 fn verify_job(

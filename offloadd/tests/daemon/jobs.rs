@@ -456,6 +456,10 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
     eventually("nobody listens to it", SOON, || !scrubs());
     let printed = other();
     assert!(printed.contains("sound"), "{printed}");
+    // Scrubs read beside the queue, and are counted.
+    let reply = control.metrics(proto::MetricsRequest {}).unwrap();
+    let read_bytes = reply.devices[0].read.as_ref().unwrap().bytes;
+    assert!(read_bytes >= 2 * 24 * (64 << 10), "{read_bytes}");
 }
 
 #[test]

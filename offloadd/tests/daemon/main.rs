@@ -30,5 +30,4 @@ mod soak;
 mod strace;
 mod top;
 mod unlisted;
-mod wear;
 mod weights;

@@ -8,7 +8,6 @@ use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
 use offloadd::core::{Core, DeviceState};
 use offloadd::device::DeviceBlocks;
-use offloadd::metrics::{Ratings, WearCount};
 use offloadd::store::catalog::Phase;
 use offloadd::store::recover;
 use serde_json::{Value, json};
@@ -22,8 +21,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 pub(super) struct DeviceLine {
     state: DeviceState,
-    worn_bytes: u64,
-    rated_bytes: Option<u64>,
     /// A problem that needs an administrator.
     trouble: Option<String>,
     /// Rate at which tiles move; `None` if not measured.
@@ -60,8 +57,6 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<DeviceLine>>
                 .filter(|_| seconds > 0.0)
                 .map(|bytes| (bytes as f64 / seconds) as u64),
             rebalance_bytes_per_s_max: limit.filter(|_| !settled(&view.state)),
-            worn_bytes: view.worn_bytes,
-            rated_bytes: view.rated_bytes,
             trouble: view.trouble,
             state: view.state,
         }
@@ -77,14 +72,9 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<DeviceLine>> {
     for foreign_device in &store.foreign_devices {
         eprintln!("offloadd: device {foreign_device}");
     }
-    let wear = WearCount::read(&mut DeviceBlocks(&opened), &store);
-    let ratings = Ratings::of_settings(config);
     // No session has this epoch.
     let core = Core::new(store, Epoch(1), config.limits());
-    let lines = core.device_states().into_iter().zip(wear);
-    let lines = lines.map(|(state, wear)| DeviceLine {
-        worn_bytes: wear.before.written_bytes,
-        rated_bytes: ratings.rated_bytes(&state.path),
+    let lines = core.device_states().into_iter().map(|state| DeviceLine {
         trouble: None,
         moving_bytes_per_s: None,
         rebalance_bytes_per_s_max: (config.rebalance_bytes_per_s_max)
@@ -96,8 +86,8 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<DeviceLine>> {
 
 pub(super) fn table(lines: &[DeviceLine]) -> String {
     let mut text = format!(
-        "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {:>10}  path\n",
-        "device", "state", "data", "free", "written", "to move"
+        "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  path\n",
+        "device", "state", "data", "free", "to move"
     );
     for line in lines {
         let DeviceState {
@@ -112,12 +102,11 @@ pub(super) fn table(lines: &[DeviceLine]) -> String {
             left => ApproxBytes(left).to_string(),
         };
         text += &format!(
-            "{:>6}  {:<8}  {:>10}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
+            "{:>6}  {:<8}  {:>10}  {:>10}  {to_move:>10}  {path}\n",
             status.number,
             status.phase_name(),
             ApproxBytes(*data_bytes),
             ApproxBytes(*free_bytes),
-            ApproxBytes(line.worn_bytes),
         );
     }
     for line in lines {
@@ -159,8 +148,6 @@ pub(super) fn to_json(lines: &[DeviceLine]) -> Value {
             "free_bytes": free_bytes,
             "read_bytes_per_s": read_bytes_per_s,
             "write_bytes_per_s": write_bytes_per_s,
-            "worn_bytes": line.worn_bytes,
-            "rated_bytes": line.rated_bytes,
             "trouble": line.trouble,
             "left_bytes": status.left_bytes,
             "left_s": line.time_left().map(|left| left.as_secs() + 1),

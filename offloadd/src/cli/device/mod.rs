@@ -88,7 +88,7 @@ to the next one end.")]
         #[command(flatten)]
         store: WhichStore,
     },
-    /// List the devices of a store with their space, wear and the progress of moving tiles
+    /// List the devices of a store with their space and the progress of moving tiles
     #[command(after_help = "Examples:
   offloadd device list
   offloadd device list --config /etc/offloadd/offloadd.toml        # with a daemon or without

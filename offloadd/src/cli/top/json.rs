@@ -40,10 +40,6 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         let more = json!({
             "job": state.job.as_str(),
             "uid": state.uid,
-            "worn": job.worn.iter().map(|worn| json!({
-                "device": path_of(now, worn.number),
-                "worn_bytes": worn.bytes,
-            })).collect::<Vec<_>>(),
             "actual": users::fraction_of(&users, state.uid, &moved),
             "blocked_on": blocked_on(job, now),
             "commit_count": job.commits.count(),
@@ -78,12 +74,6 @@ fn numbers<T: SampleOwner>(samples: &[Sample<T>], of: &T) -> Value {
         (sample.key.to_owned(), value)
     });
     Value::Object(numbers.collect())
-}
-
-fn path_of(now: &Snapshot, number: u32) -> Option<&str> {
-    let mut devices = now.devices.iter().map(|device| &device.state);
-    let found = devices.find(|state| state.status.number == number);
-    found.map(|state| state.path.as_str())
 }
 
 impl TransferRates {

@@ -49,7 +49,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
             device.queue_depth,
             moved.read.halves(),
             moved.written.halves(),
-            worn(device.worn_bytes, device.rated_bytes),
+            total(device.counts.written.bytes),
             device_notes(device).join(", ")
         );
         lines.push(line.trim_end().to_owned());
@@ -94,7 +94,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
             format!("{}/{}", job.state.slot_used_count, job.state.slot_count),
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
-            worn(job.worn_bytes, None),
+            total(job.counts.written.bytes),
             blocked_on(job, now)
         );
         lines.push(line.trim_end().to_owned());
@@ -201,17 +201,12 @@ fn rate(bytes_per_s: f64) -> String {
     }
 }
 
-/// "12.3 TB 2%": decimal units, as vendors rate drives, and the percentage of the rated endurance.
-fn worn(bytes: u64, rated_bytes: Option<u64>) -> String {
-    let bytes = bytes as f64;
-    let written = match bytes {
+/// "12.3 TB": decimal units, as vendors rate drives.
+fn total(bytes: u64) -> String {
+    match bytes as f64 {
         mb if mb < 1e9 => format!("{:.1} MB", mb / 1e6),
         gb if gb < 1e12 => format!("{:.1} GB", gb / 1e9),
         tb => format!("{:.1} TB", tb / 1e12),
-    };
-    match rated_bytes {
-        None => written,
-        Some(rated) => format!("{written} {:.0}%", 100.0 * bytes / rated as f64),
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
 use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState};
-use offloadd::metrics::{Counts, DeviceView, JobDeviceWear, JobView, Latencies, Snapshot, Traffic};
+use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 use offloadd::quota::Weights;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
@@ -44,8 +44,6 @@ fn snapshot_after(seconds: u64) -> Snapshot {
             queue_depth_max: 64,
             busy: Duration::from_millis(750 * seconds),
             slow,
-            worn_bytes: 12_300_000_000_000,
-            rated_bytes: slow.then_some(600_000_000_000_000),
             damaged_count: u64::from(slow),
             ..DeviceView::new(state, counts)
         }
@@ -57,7 +55,6 @@ fn snapshot_after(seconds: u64) -> Snapshot {
     };
     let job = |name: &str, session_count, commit| {
         let state = JobState {
-            job_id: Some(1),
             reserved_bytes: 1 << 30,
             session_count,
             arena_bytes: 1 << 30,
@@ -76,11 +73,6 @@ fn snapshot_after(seconds: u64) -> Snapshot {
         };
         JobView {
             commits: traffic_of(0, 41, 23_000_000).latencies,
-            worn_bytes: 1_500_000_000,
-            worn: vec![JobDeviceWear {
-                number: 0,
-                bytes: 1_400_000_000,
-            }],
             ..JobView::new(state, counts.clone())
         }
     };
@@ -120,11 +112,11 @@ fn the_table_shows_rates_latencies_trouble_and_what_jobs_are_blocked_on() {
 offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
 device                                read     write  busy queue      read p50/p99     write p50/p99 total written
-/mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
-..directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
+/mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us        3.8 GB
+..directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -        0.0 MB  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
 job                                   read     write weight actual     slots  commit generation total written  blocked on
-llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        3.8 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a session
 ";
     let drawn = draw(&snapshot_after(10), &snapshot_after(12));
@@ -224,10 +216,6 @@ fn json_says_the_same_in_numbers() {
         (&job["newest_generation"], &job["commit_count"]),
         (&json!(41), &json!(41))
     );
-    assert_eq!(
-        job["worn"],
-        json!([{"device": "/mnt/nvme0/offloadd.tiles", "worn_bytes": 1_400_000_000u64}])
-    );
     assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
 }
 
@@ -247,12 +235,12 @@ fn json_keeps_its_names() {
     names(
         &value["devices"][0],
         "device read_bytes_per_s written_bytes_per_s read_latency_ns_p50 written_latency_ns_p99 read written flushed busy_fraction \
-         queue_depth queue_depth_max slow trouble worn_bytes rated_bytes damaged_count data_bytes free_bytes phase left_bytes stuck \
+         queue_depth queue_depth_max slow trouble damaged_count data_bytes free_bytes phase left_bytes stuck \
          waits_for_start measured_read_bytes_per_s measured_write_bytes_per_s",
     );
     names(
         &value["jobs"][0],
-        "job uid session_count arena_bytes reserved_bytes worn_bytes worn damaged_count slot_count slot_used_count user_weight weight \
+        "job uid session_count arena_bytes reserved_bytes damaged_count slot_count slot_used_count user_weight weight \
          actual reading_count writing_count blocked_on newest_generation working_generation commit_count commit_failed_count \
          commit_ns_p50 commit_ns_p99 poisoned",
     );
@@ -290,9 +278,9 @@ fn several_users_have_their_weight_and_actual_fraction() {
     let (_, jobs) = drawn.split_once("\njob").unwrap();
     let expected = "
 job                                   read     write weight actual     slots  commit generation total written  blocked on
-llama (uid 1000)                 4.00 GB/s         -    200    67%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
-trial (uid 1000)                 2.00 GB/s         -    100    33%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
-gpt (uid 1001)                   2.00 GB/s         -    100   100%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+llama (uid 1000)                 4.00 GB/s         -    200    67%      9/64  23.1ms         41        0.0 MB  8 reads, 1 write, commit (3 of 8 ranks)
+trial (uid 1000)                 2.00 GB/s         -    100    33%      9/64  23.1ms         41        0.0 MB  8 reads, 1 write, commit (3 of 8 ranks)
+gpt (uid 1001)                   2.00 GB/s         -    100   100%      9/64  23.1ms         41        0.0 MB  8 reads, 1 write, commit (3 of 8 ranks)
 ";
     assert_eq!(format!("\njob{jobs}"), expected, "\n{drawn}");
     let value = json(&shared(10), &shared(12));

@@ -27,8 +27,6 @@ pub struct JobState {
     pub uid: u32,
     /// Name of the job among its owner's jobs.
     pub job: JobName,
-    /// Id in the store; `None` before the job has tiles.
-    pub job_id: Option<u64>,
     /// Bytes reserved on all devices.
     pub reserved_bytes: u64,
     /// Weights in the drives' queues.
@@ -60,7 +58,6 @@ impl JobState {
         Self {
             uid,
             job,
-            job_id: None,
             reserved_bytes: 0,
             weights: Weights::default(),
             session_count: 0,
@@ -171,7 +168,6 @@ fn state(job: &Job, weights: Weights, read_only: bool) -> JobState {
         },
     };
     JobState {
-        job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
         weights,
         // Writes that wait for the overwriting mark are not on a device yet.

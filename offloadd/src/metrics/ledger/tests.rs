@@ -1,14 +1,10 @@
-//! Tests of which device and job an operation is counted for, and of when wear is stored.
+//! Tests of which device and job an operation is counted for.
 
 use std::time::Duration;
 
-use super::keeping::{WEAR_KEPT_BYTES, WEAR_KEPT_EVERY};
 use super::*;
 use crate::core::{CommitState, DeviceStatus};
 use crate::engine::Memory;
-use crate::metrics::WearCount;
-use crate::store::superblock::StoreId;
-use crate::store::wear::Wear;
 
 fn ledger() -> Ledger {
     let device = |path: &str| DeviceState {
@@ -20,16 +16,13 @@ fn ledger() -> Ledger {
         write_bytes_per_s: 1_000_000_000,
         status: DeviceStatus::settled(0),
     };
-    let worn = vec![WearCount::default(); 2];
-    let endurance = Endurance::new(StoreId([7; 16]), Ratings::default(), worn);
-    Ledger::new(&[device("/a"), device("/b")], endurance, Instant::now())
+    Ledger::new(&[device("/a"), device("/b")], Instant::now())
 }
 
 fn state(uid: u32, job: &JobName) -> JobState {
     JobState {
         uid,
         job: job.clone(),
-        job_id: Some(3),
         reserved_bytes: 0,
         session_count: 1,
         arena_bytes: 0,
@@ -145,72 +138,11 @@ fn a_dropped_jobs_bytes_are_not_the_next_ones_of_its_name() {
         ledger.session_ends(place);
     };
     write(&mut ledger, 8192);
-    assert_eq!(ledger.job(state(7, &name)).worn_bytes, 8192);
+    assert_eq!(ledger.job(state(7, &name)).counts.written.bytes, 8192);
     ledger.job_dropped(7, &name);
-    let mut next = state(7, &name);
-    next.job_id = Some(4);
-    assert_eq!(ledger.job(next.clone()).worn_bytes, 0);
+    assert_eq!(ledger.job(state(7, &name)).counts.written.bytes, 0);
     write(&mut ledger, 4096);
-    assert_eq!(ledger.job(next.clone()).worn_bytes, 4096);
-    assert!(ledger.keep_wear_at().is_some());
-    let kept = ledger.keep_wear(&[next], now, true);
-    assert_eq!(kept.len(), 1, "nothing was written to the other device");
-    assert_eq!(ledger.keep_wear_at(), None);
-    assert!(ledger.wear_kept(DeviceIndex(0), Some(kept[0].blocks.len() as u64)));
-    let kept = Wear::decode(&kept[0].blocks, StoreId([7; 16]), 0).unwrap();
-    assert_eq!((kept.written_bytes, kept.jobs), (12288, [(4, 4096)].into()));
-    assert_eq!(ledger.keep_wear_at(), None);
-}
-
-#[test]
-fn what_was_written_is_kept_at_once_when_a_kill_would_forget_much_of_it() {
-    let mut ledger = ledger();
-    let now = ledger.started_at();
-    let write = |ledger: &mut Ledger, bytes| written(ledger, 0, bytes, None, now);
-    assert!(ledger.keep_wear(&[], now, true).is_empty());
-    assert_eq!(ledger.keep_wear_at(), None);
-    write(&mut ledger, 4096);
-    assert_eq!(ledger.keep_wear_at(), Some(now + WEAR_KEPT_EVERY));
-    for _ in 0..WEAR_KEPT_BYTES >> 30 {
-        write(&mut ledger, 1 << 30);
-    }
-    assert_eq!(ledger.keep_wear_at(), Some(now));
-    assert_eq!(ledger.keep_wear(&[], now, false).len(), 1);
-    assert_eq!(ledger.keep_wear_at(), None);
-}
-
-#[test]
-fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_without_end() {
-    let mut ledger = ledger();
-    let now = ledger.started_at();
-    let write = |ledger: &mut Ledger, device, bytes| written(ledger, device, bytes, None, now);
-    write(&mut ledger, 0, 4096);
-    write(&mut ledger, 1, 4096);
-    let first = now + WEAR_KEPT_EVERY;
-    assert!(ledger.keep_wear(&[], now, false).is_empty(), "not yet");
-    let kept = ledger.keep_wear(&[], first, false);
-    assert_eq!(kept.len(), 2);
-    // From here on the first device's write of its counters hangs, the second's succeeds, and more is written to both.
-    assert!(ledger.wear_kept(DeviceIndex(1), Some(kept[1].blocks.len() as u64)));
-    for device in [0, 1] {
-        write(&mut ledger, device, 4096);
-    }
-    let second = first + WEAR_KEPT_EVERY;
-    assert_eq!(ledger.keep_wear_at(), Some(second));
-    let again = ledger.keep_wear(&[], second, true);
-    let devices: Vec<_> = again.iter().map(|one| one.device).collect();
-    assert_eq!(devices, [DeviceIndex(1)]);
-    assert!(ledger.is_keeping_wear(DeviceIndex(0)));
-    // The first device's write fails in the end, after much was written, and is tried again: at once, and then not before it is due.
-    for _ in 0..WEAR_KEPT_BYTES >> 30 {
-        write(&mut ledger, 0, 1 << 30);
-    }
-    assert!(!ledger.wear_kept(DeviceIndex(0), None));
-    let retried = ledger.keep_wear(&[], second, false);
-    assert_eq!((retried.len(), retried[0].device), (1, DeviceIndex(0)));
-    assert_eq!(retried[0].offset, kept[0].offset, "the sound copy stays");
-    assert!(!ledger.wear_kept(DeviceIndex(0), None));
-    assert_eq!(ledger.keep_wear_at(), Some(second + WEAR_KEPT_EVERY));
+    assert_eq!(ledger.job(state(7, &name)).counts.written.bytes, 4096);
 }
 
 /// Adds a session of a job that writes `bytes` to the first device.
@@ -242,7 +174,6 @@ fn names_that_come_and_go_take_nothing_from_a_closed_job_that_stays() {
         ledger.session_ends(place);
     }
     assert_eq!(ledger.jobs.len(), JOBS_MAX);
-    assert_eq!(ledger.job(state(7, &stays)).worn_bytes, 8192);
     assert_eq!(ledger.job(state(7, &stays)).counts.written.bytes, 8192);
 }
 

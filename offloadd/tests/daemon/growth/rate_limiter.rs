@@ -97,7 +97,8 @@ fn tiles_move_no_faster_than_their_rate_limit() {
         let daemon = store.serve();
         let mut control = daemon.control();
         idle_job(&mut control);
-        let written = |control: &mut Control| view(control, &metadata).unwrap().worn_bytes;
+        let written =
+            |control: &mut Control| view(control, &metadata).unwrap().counts.written.bytes;
         let before = written(&mut control);
         let begun = Instant::now();
         let rate_limiter: &[&str] = if asked { &["--rate", "1MiB/s"] } else { &[] };
@@ -111,12 +112,7 @@ fn tiles_move_no_faster_than_their_rate_limit() {
             view(&mut control, &old).is_none()
         });
         let took = begun.elapsed();
-        let list = program()
-            .args(["device", "list", "--json", "--config"])
-            .arg(&store.config)
-            .output();
-        let list: serde_json::Value = serde_json::from_slice(&list.unwrap().stdout).expect("JSON");
-        let copied = list["devices"][0]["worn_bytes"].as_u64().unwrap() - before;
+        let copied = written(&mut control) - before;
         assert!(copied >= u64::from(LARGE), "nothing was copied");
         // Records and definitions are small in comparison.
         let least = Duration::from_secs_f64(0.8 * copied as f64 / f64::from(rate));
