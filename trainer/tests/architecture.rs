@@ -81,7 +81,14 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     (
         "bench-io",
-        &["kernels", "offload-client", "offload-support", "offloadd"],
+        &[
+            "kernels",
+            "offload-client",
+            "offload-support",
+            "offloadd",
+            "trainer",
+            "training-run",
+        ],
     ),
     ("docs-test", &[]),
 ];
@@ -112,7 +119,7 @@ const TRAINING_RUN_LAYERS: &[&[&str]] = &[
     &["config", "runs"],
     &["accelerator"],
     &["data", "plan", "remove"],
-    &["open"],
+    &["dry_run", "open"],
     &["run_state_reader"],
     &["reader", "run_fingerprint"],
     &["export", "relocate"],

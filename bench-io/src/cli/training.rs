@@ -25,7 +25,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --run RUN.toml --read 620MB/s --write 320MB/s --out target/training
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
 
-Predictions come from `trainer plan`, of the trainer beside this program.";
+Predictions are those of `trainer plan`.";
 
 #[derive(Args)]
 pub(crate) struct TrainingArgs {
@@ -69,7 +69,7 @@ pub(crate) struct TrainingArgs {
     #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
     /// With --model: sequences of a micro-batch
-    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "run"])]
+    #[arg(long, value_name = "N", default_value_t = 8, conflicts_with_all = ["file", "run"], value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     micro_batch: u64,
     /// Micro-batches of a step [default: 1, or the run file's gradient_accumulation_steps]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
@@ -86,8 +86,8 @@ pub(crate) struct TrainingArgs {
     /// With --run: time limit of one run in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, conflicts_with_all = ["file", "model"])]
     timeout: u64,
-    /// Path of the trainer [default: beside this program]
-    #[arg(long, value_name = "PROGRAM")]
+    /// With --run: path of the trainer [default: beside this program]
+    #[arg(long, value_name = "PROGRAM", conflicts_with_all = ["file", "model"])]
     trainer: Option<PathBuf>,
     /// Write training.json to this directory; trainer/bench/io/draw.py draws it
     #[arg(long, value_name = "DIR")]
@@ -106,7 +106,10 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         );
     }
     let counts = counts(args)?;
-    let trainer = Trainer::find(args.trainer.as_deref())?;
+    let run = match &args.run {
+        Some(file) => Some((file, Trainer::find(args.trainer.as_deref())?)),
+        None => None,
+    };
     // Fails before minutes are spent on measuring.
     if let Some(out) = &args.out {
         std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
@@ -125,9 +128,9 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     let mut devices: Vec<DeviceReport> = devices.collect();
     for &drives in &counts {
         crate::stop::check()?;
-        rows.push(match &args.run {
-            Some(file) => trained(args, file, drives, &trainer, &mut devices, &progress)?,
-            None => predicted(args, drives, &trainer, &progress)?,
+        rows.push(match &run {
+            Some(run) => measured(args, run, drives, &mut devices, &progress)?,
+            None => predicted(args, drives, &progress)?,
         });
     }
     drop(progress);
@@ -238,12 +241,7 @@ fn sets(args: &TrainingArgs) -> Vec<String> {
     args.sets.iter().cloned().chain(accumulation).collect()
 }
 
-fn predicted(
-    args: &TrainingArgs,
-    drives: u32,
-    trainer: &Trainer,
-    progress: &Progress,
-) -> Result<TrainingRow> {
+fn predicted(args: &TrainingArgs, drives: u32, progress: &Progress) -> Result<TrainingRow> {
     let subject = subject(args)?;
     let mut measured = None;
     let given = if args.dirs.is_empty() {
@@ -261,7 +259,7 @@ fn predicted(
             ..PlannerInput::measured(measured.insert(trial), args.tflops)
         }
     };
-    let ours = trainer.plan(&subject, given)?;
+    let ours = subject.plan(&given)?;
     ensure!(
         ours.written_bytes > 0.0,
         "the run keeps no state on drives: set zero_optimization.offload_param and \
@@ -273,16 +271,15 @@ fn predicted(
     })
 }
 
-fn trained(
+fn measured(
     args: &TrainingArgs,
-    file: &std::path::Path,
+    (file, trainer): &(&PathBuf, Trainer),
     drives: u32,
-    trainer: &Trainer,
     devices: &mut Vec<DeviceReport>,
     progress: &Progress,
 ) -> Result<TrainingRow> {
     let plan = TrialPlan {
-        file: file.to_owned(),
+        file: (*file).clone(),
         sets: sets(args),
         steps: args.steps as usize,
         drives,

@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
-use serde_json::Value;
+use training_run::plan::Hardware;
 
 use crate::units::Bytes;
 
@@ -29,25 +28,6 @@ fn bytes_or_none(text: &str) -> Result<u64, String> {
     }
 }
 
-impl OtherMachine {
-    /// Arguments of `trainer plan`.
-    pub(super) fn words(&self) -> Vec<String> {
-        let bytes = |bytes: u64| format!("{bytes}B");
-        let words = [
-            (
-                "host-memory",
-                self.host_memory.map(|memory| bytes(memory.0)),
-            ),
-            ("gpu-memory", self.gpu_memory.map(bytes)),
-            ("cores", self.cores.map(|count| count.to_string())),
-        ];
-        let given = words.into_iter();
-        given
-            .filter_map(|(word, value)| Some(format!("--{word}={}", value?)))
-            .collect()
-    }
-}
-
 /// The machine that a plan was made for.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct PlannedMachine {
@@ -59,15 +39,13 @@ pub(crate) struct PlannedMachine {
     pub(crate) cores: u64,
 }
 
-impl PlannedMachine {
-    /// Reads the answer of `trainer plan`.
-    pub(super) fn read(plan: &Value) -> Result<Self> {
-        let hardware = &plan["hardware"];
-        Ok(Self {
-            host_memory_bytes: hardware["host_memory_bytes"].as_u64(),
-            gpu_memory_bytes: hardware["gpu"]["memory_bytes"].as_u64(),
-            cores: hardware["cores"].as_u64().context("the plan's cores")?,
-        })
+impl From<&Hardware> for PlannedMachine {
+    fn from(hardware: &Hardware) -> Self {
+        Self {
+            host_memory_bytes: hardware.host_memory_bytes,
+            gpu_memory_bytes: hardware.gpu.as_ref().map(|gpu| gpu.memory_bytes),
+            cores: hardware.cores,
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
-//!                    ├─▶ `trainer plan`                                  predicted
+//!                    ├─▶ the plan of `training-run`                      predicted
 //!                    └─▶ `trainer train` on rate-limited drives (--run)         measured
 //! ```
 
@@ -21,8 +21,8 @@ use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
-pub(crate) use planner::{PlannedStep, PlannerInput, Subject, Trainer};
-pub(crate) use trial::{StepMedians, TrialPlan, run};
+pub(crate) use planner::{PlannedStep, PlannerInput, Subject};
+pub(crate) use trial::{StepMedians, Trainer, TrialPlan, run};
 
 /// Results for one number of drives.
 #[derive(Clone, Debug, Serialize)]

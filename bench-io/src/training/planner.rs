@@ -1,20 +1,18 @@
-//! Asks `trainer plan`, which computes a step's bytes and bound.
+//! The trainer's plan of a step: its bytes and bound.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 
-use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use anyhow::{Context, Result};
+use trainer::with_torch::ask_torch;
+use training_run::config::{self, Source};
+use training_run::dry_run::DryRun;
+use training_run::plan::{Hardware, Overrides, Place, Plan, Question, RunLength, read_model};
 
 use super::{OtherMachine, PlannedMachine};
-use crate::child;
 use crate::trial::Trial;
 
-/// The trainer's program.
-#[derive(Clone, Debug)]
-pub(crate) struct Trainer {
-    program: PathBuf,
-}
+/// Tokens of the run of a model alone: those of `trainer plan` without --tokens.
+const TOKENS: u64 = 1_000_000_000;
 
 /// Subject of a plan.
 #[derive(Clone, Debug)]
@@ -50,6 +48,18 @@ impl PlannerInput {
             machine: OtherMachine::default(),
         }
     }
+
+    fn overrides(&self) -> Overrides {
+        Overrides {
+            host_memory_bytes: self.machine.host_memory.map(|memory| memory.0),
+            gpu_memory_bytes: self.machine.gpu_memory,
+            cores: self.machine.cores,
+            read_bytes_per_s: Some(self.read_bytes_per_s),
+            write_bytes_per_s: Some(self.write_bytes_per_s),
+            tflops: self.tflops,
+            ..Overrides::default()
+        }
+    }
 }
 
 /// A planned step.
@@ -62,7 +72,7 @@ pub(crate) struct PlannedStep {
     pub(crate) written_bytes: f64,
     /// The bound, which is the prediction.
     pub(crate) step_s: f64,
-    pub(crate) wall: String,
+    pub(crate) wall: &'static str,
     /// Compute of forward and backward alone.
     pub(crate) compute_s: f64,
     /// Space on devices.
@@ -74,157 +84,64 @@ pub(crate) struct PlannedStep {
     pub(crate) machine: PlannedMachine,
 }
 
-impl Trainer {
-    /// Finds the named trainer, or the one beside this program.
+impl Subject {
+    /// Plans a step, as `trainer plan` does.
     ///
     /// # Errors
-    /// There is none.
-    pub(crate) fn find(named: Option<&Path>) -> Result<Self> {
-        let beside = std::env::current_exe()
-            .ok()
-            .and_then(|exe| Some(exe.parent()?.join("trainer")));
-        let program = named
-            .map(Path::to_owned)
-            .or(beside)
-            .context("a directory of this program")?;
-        if !program.is_file() {
-            bail!(
-                "no trainer at {}: build it with `make build`, or name it with --trainer",
-                program.display()
-            );
-        }
-        Ok(Self { program })
-    }
-
-    /// A command that ends with this process.
-    pub(crate) fn command(&self) -> Command {
-        child::command(&self.program)
-    }
-
-    /// Makes a plan.
-    ///
-    /// # Errors
-    /// The trainer refuses, or its output cannot be parsed.
-    pub(crate) fn plan(&self, subject: &Subject, given: PlannerInput) -> Result<PlannedStep> {
-        let mut command = self.command();
-        command.arg("plan").arg("--json");
-        match subject {
-            Subject::Run { file, sets } => {
-                command.arg(file);
-                for set in sets {
-                    command.args(["--set", set]);
-                }
+    /// The files cannot be read, or the settings are refused.
+    pub(crate) fn plan(&self, given: &PlannerInput) -> Result<PlannedStep> {
+        let overrides = given.overrides();
+        let plan = match self {
+            Self::Run { file, sets } => {
+                let source = Source {
+                    run: Some(file.clone()),
+                    deepspeed: None,
+                    sets: sets.clone(),
+                };
+                let planned = || -> Result<Plan> {
+                    let settings = config::read(&source, None)?;
+                    Ok(DryRun::new(settings, 1, &overrides, ask_torch)?.plan?)
+                };
+                planned().with_context(|| format!("planning {}", file.display()))?
             }
-            Subject::Model {
+            Self::Model {
                 config,
                 seq_len,
                 micro_batch,
                 accumulation,
             } => {
-                command.arg("--model").arg(config);
-                command.args(["--seq-len", &seq_len.to_string()]);
-                command.args(["--micro-batch", &micro_batch.to_string()]);
-                command.args(["--accumulation", &accumulation.to_string()]);
+                let question = Question {
+                    seq_len: *seq_len,
+                    micro_batch: *micro_batch,
+                    micro_batches: *accumulation,
+                    fp32: false,
+                    ranks: 1,
+                    length: RunLength::Tokens(TOKENS),
+                };
+                let settings = question.settings(&read_model(config)?, &[])?;
+                let hardware = Hardware::new(&settings, &overrides, ask_torch);
+                Place::Drives.plan(&settings, &hardware)?
             }
-        }
-        let rate = |rate: f64| format!("{:.6}GB/s", rate / 1e9);
-        command.args(["--read", &rate(given.read_bytes_per_s)]);
-        command.args(["--write", &rate(given.write_bytes_per_s)]);
-        if let Some(tflops) = given.tflops {
-            command.args(["--tflops", &format!("{tflops:.9}")]);
-        }
-        command.args(given.machine.words());
-        let output = command
-            .output()
-            .with_context(|| format!("starting {}", self.program.display()))?;
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        if output.stdout.is_empty() {
-            bail!("trainer plan: {}", stderr.trim());
-        }
-        let plan: Value =
-            serde_json::from_slice(&output.stdout).context("parsing the output of trainer plan")?;
-        planned(&plan).with_context(|| match plan["problems"].as_array() {
-            Some(problems) if !problems.is_empty() => {
-                format!("trainer plan refuses the run: {}", plan["problems"])
-            }
-            _ => format!("trainer plan: {}", stderr.trim()),
-        })
+        };
+        Ok(PlannedStep::from(&plan))
     }
 }
 
-/// Reads the plan of a run, or of a model with all state on drives.
-fn planned(plan: &Value) -> Result<PlannedStep> {
-    let number = |value: &Value, name: &str| {
-        value[name]
-            .as_f64()
-            .with_context(|| format!("the plan has no number `{name}`"))
-    };
-    let (parameters, tokens, micro_batches) = (
-        number(plan, "parameters")?,
-        number(plan, "tokens_per_step")?,
-        number(plan, "gradient_accumulation_steps")?,
-    );
-    let machine = PlannedMachine::read(plan)?;
-    if let Some(places) = plan["places"].as_array() {
-        let drives = places.iter().find(|place| place["place"] == "drives");
-        let drives = drives.context("the plan has no place `drives`")?;
-        return Ok(PlannedStep {
-            parameters,
-            tokens,
-            micro_batches,
-            read_bytes: number(drives, "step_read_bytes")?,
-            written_bytes: number(drives, "step_written_bytes")?,
-            step_s: number(drives, "step_s")?,
-            wall: drives["wall"].as_str().unwrap_or_default().to_owned(),
-            compute_s: number(drives, "compute_s")?,
-            device_bytes: number(drives, "device_bytes")? as u64,
-            fits: drives["fits"].as_bool().unwrap_or(true),
-            host_bytes: number(drives, "host_bytes")?,
-            machine,
-        });
-    }
-    let (step, bound) = (&plan["step"], &plan["bound"]);
-    Ok(PlannedStep {
-        parameters,
-        tokens,
-        micro_batches,
-        read_bytes: number(step, "read_bytes")?,
-        written_bytes: number(step, "written_bytes")?,
-        step_s: number(bound, "s")?,
-        wall: bound["wall"].as_str().unwrap_or_default().to_owned(),
-        compute_s: number(bound, "forward_s")? + number(bound, "backward_s")?,
-        device_bytes: number(plan, "device_bytes")? as u64,
-        fits: plan["fits"].as_bool().unwrap_or(true),
-        host_bytes: number(&plan["host"], "node_bytes")?,
-        machine,
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn plans_of_runs_and_of_models_are_read_alike() {
-        let run = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0},
-            "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
-            "step": {"read_bytes": 1400, "written_bytes": 1200},
-            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
-        });
-        let model = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2,
-            "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
-            "places": [
-                {"place": "host", "step_s": 1.0},
-                {"place": "drives", "step_s": 2.0, "compute_s": 1.5, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "wall": "device writes"},
-            ],
-        });
-        let (run, model) = (planned(&run).unwrap(), planned(&model).unwrap());
-        assert_eq!(run, model);
-        let message = planned(&serde_json::json!({"fits": false}))
-            .unwrap_err()
-            .to_string();
-        assert!(message.contains("`parameters`"), "{message}");
+impl From<&Plan> for PlannedStep {
+    fn from(plan: &Plan) -> Self {
+        Self {
+            parameters: plan.params_count as f64,
+            tokens: plan.tokens as f64,
+            micro_batches: plan.micro_batches as f64,
+            read_bytes: plan.node_bytes.read_bytes(),
+            written_bytes: plan.node_bytes.written_bytes,
+            step_s: plan.bound.s,
+            wall: plan.bound.wall.word(),
+            compute_s: plan.compute_s(),
+            device_bytes: plan.device_bytes(),
+            fits: plan.problems().is_empty(),
+            host_bytes: (plan.host_bytes() * u64::from(plan.local_ranks)) as f64,
+            machine: PlannedMachine::from(&plan.hardware),
+        }
     }
 }

@@ -1,14 +1,15 @@
 //! Runs the trainer on rate-limited drives and compares the measured step with the predicted one.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{OtherMachine, PlannedStep, PlannerInput, Subject, Trainer};
+use super::{OtherMachine, PlannedStep, PlannerInput, Subject};
+use crate::child;
 use crate::place::WorkDir;
 use crate::progress::Progress;
 use crate::report::DeviceReport;
@@ -26,6 +27,39 @@ const DRIVE_SLACK_BYTES: u64 = 192 << 20;
 
 /// Bytes of the files for measuring rates.
 const TRIAL_FILE_BYTES: u64 = 32 << 20;
+
+/// The trainer's program.
+#[derive(Clone, Debug)]
+pub(crate) struct Trainer {
+    program: PathBuf,
+}
+
+impl Trainer {
+    /// Finds the named trainer, or the one beside this program.
+    ///
+    /// # Errors
+    /// There is none.
+    pub(crate) fn find(named: Option<&Path>) -> Result<Self> {
+        let beside = std::env::current_exe()
+            .ok()
+            .and_then(|exe| Some(exe.parent()?.join("trainer")));
+        let program = named
+            .map(Path::to_owned)
+            .or(beside)
+            .context("a directory of this program")?;
+        ensure!(
+            program.is_file(),
+            "no trainer at {}: build it with `make build`, or name it with --trainer",
+            program.display()
+        );
+        Ok(Self { program })
+    }
+
+    /// A command that ends with this process.
+    fn command(&self) -> Command {
+        child::command(&self.program)
+    }
+}
 
 #[derive(Clone, Debug)]
 pub(crate) struct TrialPlan {
@@ -73,14 +107,18 @@ pub(crate) fn run(
         read_bytes_per_s: plan.limit.read as f64 * count,
         write_bytes_per_s: plan.limit.write as f64 * count,
         tflops: None,
-        machine: OtherMachine::default(),
+        // A GPU makes the drives no larger, and this process would keep some of its memory, which the trainer would lack.
+        machine: OtherMachine {
+            gpu_memory: Some(0),
+            ..OtherMachine::default()
+        },
     };
     // The plan does not need existing directories.
     let dirs: Vec<PathBuf> = (0..plan.drives * plan.loop_devices)
         .map(|index| format!("/drive{index}").into())
         .collect();
     let run_dir = WorkDir::make(&std::env::temp_dir())?;
-    let planned = trainer.plan(&subject(plan, &dirs, run_dir.path()), as_set)?;
+    let planned = subject(plan, &dirs, run_dir.path()).plan(&as_set)?;
     ensure!(
         planned.written_bytes > 0.0,
         "{}: the run keeps no state on drives",
@@ -108,7 +146,7 @@ pub(crate) fn run(
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
     let given = PlannerInput::measured(&measured, Some(flops / 1e12));
     Ok(OwnDrivesRun {
-        planned: trainer.plan(&subject, given)?,
+        planned: subject.plan(&given)?,
         given,
         drives: measured,
         devices,

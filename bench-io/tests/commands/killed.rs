@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::harness::{alone, bench_io, cannot_make_testdrives, printed, program, script};
 use crate::testdrives::Set;
+use crate::training::run_file;
 
 /// Time limit that a busy machine also keeps.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -43,19 +44,14 @@ fn a_killed_run_ends_its_trainer_and_the_next_destroys_its_drives() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let started = dir.path().join("started");
-    // A trainer with a small plan that trains forever.
+    // A trainer that trains forever.
     let trainer = script(
         dir.path(),
         "trainer",
-        r#"case $1 in
-plan) echo '{"parameters": 1, "tokens_per_step": 1, "gradient_accumulation_steps": 1, "device_bytes": 1, "hardware": {"cores": 1}, "host": {"node_bytes": 1, "node_copy_bytes": 0},
-    "step": {"read_bytes": 1, "written_bytes": 1, "network_bytes": 0},
-    "bound": {"s": 1, "wall": "", "forward_s": 1, "backward_s": 1, "network_s": 0}}' ;;
-train) echo $$ > "$STARTED.new"; mv "$STARTED.new" "$STARTED"; exec sleep 600 ;;
-esac"#,
+        r#"echo $$ > "$STARTED.new"; mv "$STARTED.new" "$STARTED"; exec sleep 600"#,
     );
     let mut training = program()
-        .args(["training", "--run=/any.toml", "--drives=1"])
+        .args(["training", "--drives=1", "--run", &run_file(dir.path())])
         .args(["--read=2GB/s", "--write=2GB/s", "--trainer"])
         .arg(trainer)
         .env("STARTED", &started)

@@ -1,5 +1,5 @@
-//! Tests that predicted bytes are those that the trainer moves, that predictions match runs, and that drives make a difference. Needs a trainer
-//! beside bench-io; training needs rate-limited drives too.
+//! Tests that predicted bytes are those that the trainer moves, that predictions match runs, and that drives make a difference. Training
+//! needs a trainer beside bench-io, and rate-limited drives.
 
 use std::path::{Path, PathBuf};
 
@@ -25,7 +25,7 @@ fn trainer() -> Option<PathBuf> {
 }
 
 /// Writes a run of 2.3 M parameters with all state on drives, and its text.
-fn run_file(dir: &Path) -> String {
+pub(crate) fn run_file(dir: &Path) -> String {
     let text = dir.join("text");
     std::fs::write(
         &text,
@@ -71,9 +71,6 @@ commit_every = 1
 
 #[test]
 fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
-    if trainer().is_none() {
-        return;
-    }
     let dir = drive();
     let file = run_file(dir.path());
     let report = json(&[
@@ -129,11 +126,68 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
     );
 }
 
+/// Prints the plan of the trainer beside bench-io as JSON, with the rates and compute of [`predictions_are_those_of_trainer_plan`].
+fn trainer_plan(trainer: &Path, subject: &[&str]) -> Value {
+    let output = std::process::Command::new(trainer)
+        .args(["plan", "--json", "--read=60MB/s", "--write=30MB/s"])
+        .args(["--tflops=0.05", "--cores=8", "--host-memory=64GiB"])
+        .arg("--gpu-memory=24GiB")
+        .args(subject)
+        .output()
+        .unwrap();
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+#[test]
+fn predictions_are_those_of_trainer_plan() {
+    let Some(trainer) = trainer() else {
+        return;
+    };
+    let dir = drive();
+    let file = run_file(dir.path());
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/models");
+    let model = models.join("GPT-2-XL.json");
+    let model = model.to_str().unwrap();
+    let predicted = |subject: &[&str]| -> Value {
+        let words = ["--read=60MB/s", "--write=30MB/s", "--drives=1"];
+        let machine = ["--tflops=0.05", "--cores=8", "--host-memory=64GiB"];
+        let all = [&["training", "--json"], subject, &words, &machine];
+        let report = json(&[&all.concat()[..], &["--gpu-memory=24GiB"]].concat());
+        report["rows"][0]["ours"].clone()
+    };
+    let (ours, plan) = (predicted(&[&file]), trainer_plan(&trainer, &[&file]));
+    let [step, bound] = ["step", "bound"].map(|part| &plan[part]);
+    for (found, expected) in [
+        ("parameters", &plan["parameters"]),
+        ("tokens", &plan["tokens_per_step"]),
+        ("read_bytes", &step["read_bytes"]),
+        ("written_bytes", &step["written_bytes"]),
+        ("step_s", &bound["s"]),
+        ("device_bytes", &plan["device_bytes"]),
+        ("host_bytes", &plan["host"]["node_bytes"]),
+    ] {
+        assert_eq!(ours[found].as_f64(), expected.as_f64(), "{found} {plan}");
+    }
+    assert_eq!(ours["wall"], bound["wall"]);
+    let of_model = ["--model", model, "--seq-len=1024", "--micro-batch=2"];
+    let (ours, plan) = (predicted(&of_model), trainer_plan(&trainer, &of_model));
+    let places = plan["places"].as_array().unwrap();
+    let drives = places.iter().find(|place| place["place"] == "drives");
+    let drives = drives.unwrap();
+    for (found, expected) in [
+        ("read_bytes", "step_read_bytes"),
+        ("written_bytes", "step_written_bytes"),
+        ("step_s", "step_s"),
+        ("compute_s", "compute_s"),
+        ("device_bytes", "device_bytes"),
+        ("host_bytes", "host_bytes"),
+    ] {
+        assert_eq!(ours[found].as_f64(), drives[expected].as_f64(), "{found}");
+    }
+}
+
 #[test]
 fn another_machines_memory_and_cores_are_planned_for_and_named() {
-    if trainer().is_none() {
-        return;
-    }
     let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/models");
     let model = models.join("Llama-2-7B.json");
     let words = |cores: u32| {
@@ -220,9 +274,10 @@ fn what_cannot_be_predicted_is_refused() {
         (vec![&file[..], "--drives=0"], "--drives 0"),
         (vec![&file[..], "--tflops=0"], "--tflops 0"),
         (
-            vec![&file[..], "--trainer=/no/such/trainer"],
+            vec!["--run", &file[..], "--trainer=/no/such/trainer"],
             "no trainer at /no/such/trainer",
         ),
+        (vec![&file[..], "--trainer=/no/such/trainer"], "--trainer"),
         (vec!["--run", &file[..], "--steps=2"], "5..="),
         // Options that would have no effect are refused.
         (vec!["--model", &file[..], "--set=a=1"], "--set"),
@@ -245,9 +300,6 @@ fn what_cannot_be_predicted_is_refused() {
         let printed = refused(&[&["training"], &args[..]].concat());
         assert!(printed.contains(why), "{args:?}: {printed}");
     }
-    let Some(_) = trainer() else {
-        return;
-    };
     let in_memory = [
         "zero_optimization.offload_param={device = \"cpu\"}",
         "zero_optimization.offload_optimizer={device = \"cpu\"}",
@@ -283,17 +335,14 @@ fn what_cannot_be_predicted_is_refused() {
 #[test]
 fn the_picture_says_of_what_it_is() {
     let dir = crate::harness::drive();
-    // A plan as the trainer prints it, for any model.
-    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "ranks": 1, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "compute_s": 1.75, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "host_bytes": 1e10, "node_copy_bytes": 0, "network_bytes": 0, "network_s": 0, "wall": "device writes"}]}"#;
-    let trainer = crate::harness::script(dir.path(), "trainer", &format!("echo '{plan}'"));
+    let model = dir.path().join("a<b>");
+    std::fs::create_dir(&model).unwrap();
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/models");
+    std::fs::copy(models.join("Llama-2-7B.json"), model.join("config.json")).unwrap();
     let output = program()
-        .args([
-            "training",
-            "--model=a<b>/config.json",
-            "--host-memory=512GiB",
-            "--trainer",
-        ])
-        .arg(trainer)
+        .current_dir(dir.path())
+        .args(["training", "--model=a<b>/config.json", "--accumulation=2"])
+        .args(["--host-memory=512GiB", "--cores=32", "--gpu-memory=80GiB"])
         .arg("--out")
         .arg(dir.path())
         .output()
@@ -305,7 +354,7 @@ fn the_picture_says_of_what_it_is() {
     );
     let svg = drawn(&dir.path().join("training.json"));
     for line in [
-        "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens per step in 2 micro-batches",
+        "a&lt;b&gt;/config.json: 6738.4 M parameters, 32768 tokens per step in 2 micro-batches",
         "planned for: host memory 512.0 GiB (given), 32 cores",
         "rates: given: 6.20 GB/s read and 3.20 GB/s written per drive",
     ] {

@@ -16,6 +16,7 @@ mod accelerator;
 pub mod computation;
 pub mod config;
 pub mod data;
+pub mod dry_run;
 pub mod evaluations;
 pub mod export;
 pub mod model;

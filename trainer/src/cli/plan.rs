@@ -8,11 +8,10 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use swapper::Daemon;
 use training_run::AskTorch;
-use training_run::config::RunSettings;
-use training_run::data::{self, length};
+use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Overrides, PlacesTable, Plan, PlanError, Question, REPORT_VERSION,
+    Beginning, Drives, Hardware, Overrides, PlacesTable, PlanError, Question, REPORT_VERSION,
     Refusal, RunLength, parse_count, parse_drives, parse_rate, places, read_model,
 };
 use training_state::plan::parse_memory;
@@ -143,11 +142,6 @@ impl MachineArgs {
             nodes => Some(self.ranks.unwrap_or(1) * nodes),
         }
     }
-
-    /// Divides the processes of `settings` among the nodes.
-    fn divide(&self, settings: &mut RunSettings) {
-        settings.local_ranks = settings.ranks / self.nodes;
-    }
 }
 
 fn parse_tflops(text: &str) -> Result<f64, String> {
@@ -166,21 +160,10 @@ pub(crate) fn plan(args: PlanArgs, torch: AskTorch) -> anyhow::Result<()> {
         return plan_model(path, &args, torch);
     }
     let ranks = args.machine.all_ranks();
-    let mut settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
-    let length = match settings.train.steps {
-        0 => None,
-        _ => match length(&settings) {
-            Ok(length) => {
-                settings.set_windows(length.windows)?;
-                Some(length)
-            }
-            // The length of the run follows from the data.
-            Err(error) if settings.train.epochs.is_some() => return Err(error.into()),
-            Err(_) => None,
-        },
-    };
-    args.machine.divide(&mut settings);
-    plan_run(&settings, length, &args, torch)
+    let settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
+    let machine = &args.machine;
+    let run = DryRun::new(settings, machine.nodes, &machine.overrides(), torch)?;
+    print_run(run, args.json)
 }
 
 fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<()> {
@@ -198,7 +181,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
         },
     };
     let mut settings = question.settings(&model, &args.sets)?;
-    args.machine.divide(&mut settings);
+    settings.local_ranks = settings.ranks / args.machine.nodes;
     let hardware = Hardware::new(&settings, &args.machine.overrides(), torch);
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
         errln!(
@@ -237,14 +220,14 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
     Ok(())
 }
 
-fn plan_run(
-    settings: &RunSettings,
-    length: Option<data::DataLength>,
-    args: &PlanArgs,
-    torch: AskTorch,
-) -> anyhow::Result<()> {
-    let hardware = Hardware::new(settings, &args.machine.overrides(), torch);
-    let mut plan = Plan::new(settings, hardware.clone());
+fn print_run(run: DryRun, json: bool) -> anyhow::Result<()> {
+    let DryRun {
+        settings,
+        length,
+        hardware,
+        mut plan,
+    } = run;
+    let settings = &settings;
     let mut warnings = settings.warnings.clone();
     warnings.extend(check_drives(settings).err().map(|error| error.to_string()));
     let missing = settings.placement.nvme_paths.iter();
@@ -255,10 +238,6 @@ fn plan_run(
         )
     }));
     if let Ok(plan) = &mut plan {
-        if let Some(length) = &length {
-            plan.epochs = Some(settings.epochs(length.windows));
-            plan.with_documents(settings, length.documents.clone());
-        }
         warnings.extend(plan.loss_warning(settings));
         let run_dir = resolved(&settings.train.run_dir);
         // A path of another machine says nothing about this machine's root file system.
@@ -276,7 +255,7 @@ fn plan_run(
             }));
         }
     }
-    if args.json {
+    if json {
         let report = match &plan {
             Ok(plan) => serde_json::to_string_pretty(&plan.report()),
             Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::figures::{Digits, Seconds};
 use super::outlook::Span;
-use super::{Hardware, Outlook, Plan};
+use super::{Hardware, Outlook, Plan, PlanError};
 use crate::config::{
     Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage, Tier,
 };
@@ -61,6 +61,14 @@ impl Place {
             Self::HostAndDrives => [Tier::Cpu, Tier::Nvme],
             Self::DrivesAndHost | Self::Drives => [Tier::Nvme; 2],
         }
+    }
+
+    /// Plans the run of `settings` with its state in this place.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn plan(self, settings: &RunSettings, hardware: &Hardware) -> Result<Plan, PlanError> {
+        Plan::new(&self.apply_to(settings), hardware.clone())
     }
 
     /// Returns `settings` with their state in this place, divided among the ranks. The plan chooses what they
@@ -175,9 +183,8 @@ pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
         // Without a GPU, these places are host memory.
         .filter(|place| !matches!(place, Place::Gpu | Place::HostAndGpu) || hardware.gpu.is_some())
         .filter_map(|place| {
-            let settings = place.apply_to(settings);
             // Settings that cannot be planned fail in every place, and the run's own plan reports the error.
-            let plan = Plan::new(&settings, hardware.clone()).ok()?;
+            let plan = place.plan(settings, hardware).ok()?;
             // With all or nothing in GPU memory it is another place.
             let divides = plan.in_gpu.contains(&true) && !plan.lives_in_gpu();
             (place != Place::HostAndGpu || divides).then(|| PlaceReport::new(place, &plan))

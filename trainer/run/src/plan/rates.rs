@@ -80,7 +80,7 @@ impl Plan {
     }
 
     /// Time of forward and backward.
-    pub(super) fn compute_s(&self) -> f64 {
+    pub fn compute_s(&self) -> f64 {
         self.rates.forward_s + self.rates.backward_s
     }
 
