@@ -1,5 +1,8 @@
 """All weights in memory for a while, memory given back between passes, and weights for another program: the bits of plain PyTorch."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 
@@ -113,6 +116,94 @@ def test_writes_within_are_refused_by_name_and_change_nothing(tmp_path):
         with pytest.raises(offloadd.Error, match="within a forward"):
             ours.model.model.layers[1].register_forward_hook(lambda *_: ours.run.gathered().__enter__())
             ours.model(input_ids=prompts())
+
+
+def add_to_data(param):
+    param.data += 1
+
+
+# Ways to write to a parameter that is in memory. Each counts in another place: `.data` has a counter of its own.
+WRITES = {
+    "add_": lambda param: param.add_(1),
+    "copy_": lambda param: param.copy_(torch.ones_like(param)),
+    "a view": lambda param: param.view(-1)[:3].zero_(),
+    "detach()": lambda param: param.detach().mul_(2),
+    "foreach": lambda param: torch._foreach_mul_([param], 2.0),
+    "init": torch.nn.init.ones_,
+    ".data.copy_": lambda param: param.data.copy_(torch.ones_like(param)),
+    ".data +=": add_to_data,
+    ".data =": lambda param: setattr(param, "data", torch.ones_like(param)),
+}
+CONTEXTS = {
+    "gathered": lambda run: run.gathered(),
+    "to read": lambda run: _zero.GatheredParameters(list(run.model.parameters())),
+    "to write": lambda run: _zero.GatheredParameters(list(run.model.parameters()), modifier_rank=0),
+}
+# By kind of model: the error of a write where it is not kept, and whether `modifier_rank=0` keeps it.
+REFUSED = {
+    "all trained": ({"gathered": "to be read.*run.load_state_dict", "to read": "to be read.*pass modifier_rank=0"}, True),
+    "nothing trained": ({"gathered": "to be read.*run.load_state_dict", "to read": "to be read.*pass modifier_rank=0"}, True),
+    "adapters trained": ({"gathered": "to be read.*written once", "to read": "to be read.*written once", "to write": "is frozen"}, False),
+}
+
+
+def pass_often(model):
+    """So many passes that sums of bits are not compared any more."""
+    for _ in range(6):
+        with torch.no_grad():
+            model(input_ids=prompts())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_each_write_to_gathered_weights_is_kept_or_refused_by_name_at_the_end(tmp_path, kind):
+    errors, kept = REFUSED[kind]
+    model = MODELS[kind](dtype=torch.float32)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) if kind != "nothing trained" else None
+    run = offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run")
+    _zero.remember(run)
+    pass_often(model)
+    name, param = next((name, param) for name, param in model.named_parameters() if name.endswith("layers.2.mlp.up_proj.weight"))
+    for context, write in itertools.product(CONTEXTS, WRITES):
+        before, expected = param.detach().clone(), None
+        error = "assigning .data of a parameter" if write == ".data =" else f"{name} .*{errors[context]}" if context in errors else None
+        with pytest.raises(offloadd.NotSupported, match=error) if error else contextlib.nullcontext():
+            with CONTEXTS[context](_zero.run_of(param)), torch.no_grad():
+                WRITES[write](param)
+                expected = param.detach().clone()
+        with torch.no_grad():
+            model(input_ids=prompts())
+        after = param.detach().clone()
+        assert torch.equal(after, before if error else expected) and (error is None) == (context == "to write" and kept and write != ".data ="), (
+            context,
+            write,
+        )
+    _zero.run_of(param).close(keep=False)
+
+
+@pytest.mark.parametrize("context", ["gathered", "to read"])
+def test_adapters_may_be_merged_while_weights_are_gathered_and_are_unmerged_before_the_end(tmp_path, context):
+    ours = Beside("adapters trained", "cpu", tmp_path)
+    _zero.remember(ours.run)
+    layer = ours.model.base_model.model.model.layers[2].self_attn.q_proj
+    with ours.run:
+        for _ in range(2):
+            # TRL gives merged weights to a server so.
+            with CONTEXTS[context](ours.run), torch.no_grad():
+                with CONTEXTS["to read"](ours.run):
+                    pass
+                ours.model.merge_adapter()
+                assert torch.allclose(ours.model(input_ids=prompts()).logits, ours.plain(input_ids=prompts()).logits, atol=1e-4)
+                ours.model.unmerge_adapter()
+            ours.check()
+            pass_often(ours.model)
+        with pytest.raises(offloadd.NotSupported, match="q_proj.base_layer.weight was changed in place while it was in memory to be read"):
+            with CONTEXTS[context](ours.run), torch.no_grad():
+                ours.model.merge_adapter()
+                layer.base_layer.weight.data.mul_(2)
+                ours.model.unmerge_adapter()
+        with pytest.raises(offloadd.NotSupported, match=r"q_proj: adapters were merged while .* call unmerge_adapter\(\) before the end"):
+            with CONTEXTS[context](ours.run):
+                ours.model.merge_adapter()
 
 
 @pytest.mark.parametrize("kind", ["all trained", "adapters trained"])

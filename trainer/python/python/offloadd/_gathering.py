@@ -341,20 +341,24 @@ class Gathering:
         if found is not None:
             self._written, unit.written = found, True
 
-    def refuse_writes(self) -> None:
-        """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it."""
+    def refuse_writes(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
+        """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it. `instead` says what to do, by
+        unit."""
         for unit in self.units:
             if unit.here:
                 self._note_written(unit)
                 unit.watch.begin()
-        self.refuse_noted()
+        self.refuse_noted(instead)
 
-    def refuse_noted(self) -> None:
+    def refuse_noted(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
         if self._written is None:
             return
         param, self._written = self._written, None
+        changed = f"{self.name(param)} was changed in place while it was in memory"
+        if instead is not None:
+            raise NotSupported(f"{changed} to be read, and its tiles do not have the change: {instead(self.unit_of[id(param)])}")
         raise NotSupported(
-            f"{self.name(param)} was changed in place while it was in memory, in a forward or a hook, and its tiles do not have the change: only "
+            f"{changed}, in a forward or a hook, and its tiles do not have the change: only "
             "optimizer.step() changes weights. Compute with a changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or "
             "replace weights between steps: run.load_state_dict({name: value}, strict=False)"
         )

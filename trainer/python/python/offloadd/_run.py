@@ -310,7 +310,7 @@ class Run:
 
     def gathered(self, headroom_bytes: Optional[int] = None) -> ContextManager[bool]:
         """Brings all weights to where the model computes, and releases them at its end: passes within, such as those of `model.generate`, bring
-        none, and each rank may make as many as it likes. Weights are to be read, as elsewhere.
+        none, and each rank may make as many as it likes. Weights are to be read, as elsewhere: one that was changed is an error at the end.
 
         Where they do not fit beside `headroom_bytes` for a KV cache and activations (a fifth of the free memory, unless given), passes bring the
         weights as they always do, and a line says once what that costs. The value tells which: whether all weights are in memory. All ranks must

@@ -6,10 +6,11 @@ the bits tell in the first passes.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
-from typing import Optional
+from typing import Iterator, Optional
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ class Watch:
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
         self._on = False
+        # A parameter of which it is known that it was written since.
+        self._written: Optional[nn.Parameter] = None
         # Sums of the parameters' bits when the unit came, and how many times more they are wanted.
         self._sums: Optional[list[_Tensor]] = None
         self._sums_left = _SUMMED_TIMES
@@ -44,28 +47,45 @@ class Watch:
         """What is in memory now are the unit's values."""
         self._versions = list(map(_version, self._parts))
         self._given.clear()
-        self._on = True
+        self._on, self._written = True, None
         if self._sums_left and not _observed():
             self._sums_left -= 1
             self._sums = bit_sums(self._parts)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
-        if not self._on:
-            return None
-        self._on = False
-        found = None
+        found = self.written() if self._on else None
+        self._on, self._written, self._sums = False, None, None
+        self._given.clear()
+        return found
+
+    def written(self) -> Optional[nn.Parameter]:
+        """A parameter that was written since the watch began, if there is one."""
+        found = self._written
         if self._versions != list(map(_version, self._parts)):
             found = next(param for param, part, version in zip(self.params, self._parts, self._versions) if part._version != version)
         for param, given in self._given:
             if given._version:
                 found = param
-        self._given.clear()
-        sums, self._sums = self._sums, None
-        if found is None and sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self.params, sums, bit_sums(self._parts)) if not torch.equal(before, now))
+        if found is None and self._sums is not None and not _observed():
+            changed = (param for param, before, now in zip(self.params, self._sums, bit_sums(self._parts)) if not torch.equal(before, now))
             found = next(changed, None)
         return found
+
+    @contextlib.contextmanager
+    def accepting(self) -> Iterator[None]:
+        """What is written meanwhile is no change."""
+        if not self._on:
+            yield
+            return
+        before = self.written()
+        try:
+            yield
+        finally:
+            self._versions, self._written = list(map(_version, self._parts)), before
+            self._given.clear()
+            if self._sums is not None:
+                self._sums = bit_sums(self._parts)
 
     def gave(self, param: nn.Parameter, data: _Tensor) -> None:
         if self._on:
@@ -79,6 +99,8 @@ class Watch:
             # This name and the argument.
             if sys.getrefcount(data) > 2:
                 self._given.append((param, data))
+            elif data._version:
+                self._written = param
 
 
 def _observed() -> bool:

@@ -12,6 +12,7 @@ from ._errors import Error
 from ._generation import measured_bound
 from ._memory import GpuDevice
 from ._plan import Plan, bytes_text
+from ._read_only import only_read
 from ._units import Unit
 
 # The part of the free memory that is left to a KV cache and activations, where the script does not say how much.
@@ -36,8 +37,8 @@ class Whole:
             whole = self.has_room(gathering.units, headroom_bytes)
             for unit in gathering.units if whole else ():
                 pins.enter_context(gathering.pinned(unit))
+            pins.enter_context(only_read(gathering, gathering.units, "replace weights between steps: run.load_state_dict({name: value}, strict=False)"))
             yield whole
-        gathering.refuse_writes()
 
     def has_room(self, units: Sequence[Unit], headroom_bytes: Optional[int] = None) -> bool:
         """Whether all of `units` fit into memory at a time, on each rank. The first time that they do not, says what this costs. All ranks must call

@@ -17,6 +17,7 @@ from torch import nn
 from ._config import Config, settings_of
 from ._deepspeed_ranks import answering, init_distributed
 from ._errors import Error, NotSupported
+from ._read_only import only_read
 from ._run import Run, prepare
 from ._units import Unit
 
@@ -126,7 +127,7 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Keeps the values of parameters in memory, through forwards of the model too. With `modifier_rank=0`, the first rank's changes are
-    committed at its end, those of a model that is not trained written anew; without it they are lost. Values that are only read, and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
+    committed at its end, those of a model that is not trained written anew; without it a change is an error at its end. Values that are only read, and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
     have the first one's at its end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
@@ -143,7 +144,12 @@ def GatheredParameters(
             # Before the units are released, after an exception of the script too.
             stack.callback(_let_none_stay, run, units)
         uses = {unit: _uses(unit) for _, units in found for unit in units}
-        yield
+        with contextlib.ExitStack() as reads:
+            for run, units in found if modifier_rank is None else ():
+                reads.enter_context(
+                    only_read(run.engine.gathering, units, "pass modifier_rank=0 to GatheredParameters, which keeps what the first rank writes")
+                )
+            yield
         for unit, before in uses.items():
             if _uses(unit) > before:
                 # The script has kept a view, such as `param.data`, of memory that is about to be released: it may keep that memory.

@@ -133,11 +133,16 @@ assert not engine.fp16_enabled() and not engine.bfloat16_enabled() and engine.op
 status = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
 assert all(param.ds_status != status.AVAILABLE for param in model.parameters())
 
-# Read, change nothing; read without keeping the change; change for good.
+# Read; change what is to be read, which DeepSpeed loses in silence; change for good.
 engine.load_checkpoint(args.saved)
-with deepspeed.zero.GatheredParameters(list(model.parameters())):
-    assert all(torch.equal(param.data, whole[name]) for name, param in model.named_parameters())
-    model[2].weight.data.zero_()
+refused = ""
+try:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert all(torch.equal(param.data, whole[name]) for name, param in model.named_parameters())
+        model[2].weight.data.zero_()
+except Exception as error:
+    refused = str(error)
+assert refused.startswith("2.weight was changed in place") and "pass modifier_rank=0" in refused, refused
 assert torch.equal(model[2].weight, whole["2.weight"])
 with deepspeed.zero.GatheredParameters([model[2].weight, model[3].bias], modifier_rank=0):
     if rank == 0:
