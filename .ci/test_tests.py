@@ -390,6 +390,18 @@ class Architecture(unittest.TestCase):
         self.assertEqual({name: sorted(uses) for name, uses in named.items()}, {name: sorted(uses) for name, uses in arrows.items()})
 
 
+class Recipes(unittest.TestCase):
+    def test_the_title_of_a_recipe_has_the_number_of_files_that_its_list_names(self):
+        page = (HERE.parent / "docs/contributing.md").read_text().split("## How to add ...")[1].split("**Anything else**")[0]
+        recipes = re.findall(r"^\*\*(An? .*?)\*\*(.*?)(?=^\*\*An? |\Z)", page, re.MULTILINE | re.DOTALL)
+        self.assertGreaterEqual(len(recipes), 4)
+        for title, text in recipes:
+            listed = "".join(re.findall(r"^(?:\d+\. |   ).*\n", text, re.MULTILINE)) or text
+            files = {one for one in re.findall(r"`([\w/-]+[./][\w./-]*)`", listed) if one.startswith("src/") or (HERE.parent / one).exists()}
+            files |= set(re.findall(r"\]\(([\w/-]+\.md)", listed))
+            self.assertTrue(text.startswith(f" (at most {len(files)} files)"), f"{title}: its list names {len(files)} files: {sorted(files)}")
+
+
 class Picture(unittest.TestCase):
     def test_the_picture_of_results_is_current(self):
         sys.path.insert(0, str(HERE.parent / "trainer/bench"))
