@@ -17,7 +17,7 @@
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
-# offload-client, swapper, kernels, training-state, training-settings and bench-io need no libtorch: `cargo test -p swapper` works without it and without `make`.
+# offload-client, swapper, kernels, training-state, training-settings and bench-io need no libtorch: `cargo test -p swapper` works without it and `make`.
 
 JOBS ?= 2
 CARGO := cargo
@@ -106,6 +106,7 @@ check: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	.ci/tidy.py
 	trainer/bench/readme.py
 	.ci/cycles.py
 	.ci/ruff.sh
@@ -116,6 +117,7 @@ test: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
 	.ci/words.py
+	.ci/tidy.py
 	trainer/bench/readme.py
 	.ci/cycles.py
 	.ci/ruff.sh

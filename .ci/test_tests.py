@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py`, `.ci/links.py`
-and `.ci/words.py`, of the pictures of results, and of the figures in README.md."""
+"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py`, `.ci/links.py`, `.ci/words.py`
+and `.ci/tidy.py`, of the pictures of results, and of the figures in README.md."""
 
 import contextlib
 import io
@@ -16,6 +16,7 @@ import unittest.mock
 import cycles
 import licenses
 import links
+import tidy
 import words
 
 HERE = pathlib.Path(__file__).parent
@@ -327,6 +328,41 @@ class Words(unittest.TestCase):
         self.assertEqual(self.identifier_faults({"a/Cargo.toml": "", "a/src/b.rs": "struct Held;"}, [("a", "Held")]), [])
         gone = self.identifier_faults({"a/Cargo.toml": "", "a/src/b.rs": "struct OpenFile;"}, [("a", "Held")])
         self.assertEqual(gone, [".ci/words.py: a has no Held: take it out of ALLOWED"])
+
+
+class Tidy(unittest.TestCase):
+    def test_python_that_nothing_names_outside_of_tests_is_dead(self):
+        texts = {
+            ".ci/a.py": "class A:\n    def used(self):\n        pass\n    def alone(self):\n        pass\n    def test_it(self):\n        pass\nA().used\n",
+            "b.sh": "python -c 'import a; a.by_a_shell()'",
+            f"{tidy.PACKAGE}/c.py": "def by_a_shell():\n    pass\ndef of_a_test():\n    pass\n",
+            "trainer/python/tests/test_c.py": "c.of_a_test()\ndef alone():\n    pass\n",
+        }
+        self.assertEqual([line.split(": ")[:2] for line in tidy.dead_python(texts)], [[".ci/a.py:4", "alone"], [f"{tidy.PACKAGE}/c.py:3", "of_a_test"]])
+
+    def test_names_that_others_call_are_listed_as_long_as_there_are_some(self):
+        name = f"{tidy.PACKAGE}/lightning.py"
+        self.assertEqual(tidy.dead_python({name: "class Strategy:\n    pass\n"}), [])
+        self.assertEqual([line.split(": ")[1] for line in tidy.dead_python({name: "def _helper():\n    pass\n"})], ["_helper", "lightning"])
+
+    def test_public_rust_is_named_by_another_file(self):
+        own = "pub fn used() {}\n// pub fn old() {}\npub const fn alone() {}\n    pub static mut LAST: u8 = 0;\npub struct Inferred;\nfn private() {}\n"
+        texts = {"a/src/b.rs": own, "a/src/c.rs": "// alone\nfn d() { super::b::used() }", "a/tests/e.rs": "pub fn of_a_test() {}"}
+        self.assertEqual([line.split(": ")[:2] for line in tidy.public_rust(texts)], [["a/src/b.rs:3", "alone"], ["a/src/b.rs:4", "LAST"]])
+
+    def test_a_comment_and_a_docstring_have_a_width_and_a_text_has_none(self):
+        wide = "x" * 30
+        texts = {
+            "a.py": f'"""{wide}"""\ny = "{wide}"\n# {wide}\ndef f():\n    """A\n    {wide}"""\n',
+            "b.rs": f'/// {wide}\nlet x = "{wide}";\n',
+            "c.toml": f"# {wide}\nd = '{wide}'\n",
+        }
+        self.assertEqual([line.split(": ")[0] for line in tidy.wide_comments(texts, 25)], ["a.py:1", "a.py:3", "a.py:6", "b.rs:1", "c.toml:1"])
+
+    def test_a_long_function_of_python_is_named(self):
+        body = "    pass\n"
+        texts = {"a.py": f"def f():\n{body * tidy.FUNCTION_LINES_MAX}def g():\n{body * (tidy.FUNCTION_LINES_MAX - 1)}"}
+        self.assertEqual([line.split(": ")[:2] for line in tidy.long_functions(texts)], [["a.py:1", "f"]])
 
 
 class Cycles(unittest.TestCase):

@@ -31,7 +31,7 @@ const SESSIONS_DEFAULT: u32 = 64;
 const SESSIONS_MAX: u32 = 1024;
 
 /// Default of `scrub_bytes_per_s_max`: a small part of the bandwidth of one NVMe drive.
-pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
+const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
 
 /// Lower limit of rates: with less, a scrub or a move would take years.
 const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;

@@ -14,9 +14,9 @@
 //! elements a tile.
 //!
 //! Ranges do not depend on the number of ranks, and a shard consists of whole ranges. On one node the table is therefore the
-//! same for every number of ranks; with several nodes it lists the tiles of this node's ranks. The rank that owns a tile is computed, not stored, so a run can resume with another number of
-//! ranks. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
-//! picks sizes for which the usual numbers of ranks divide a unit's tiles.
+//! same for every number of ranks; with several nodes it lists the tiles of this node's ranks. The rank that owns a tile is computed, not stored, so
+//! a run can resume with another number of ranks. The price: shards are rounded up to whole tiles, so the last ranks may own less.
+//! [`choose_tile_elems`] picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
 use std::ops::{Index, IndexMut, Range};
 

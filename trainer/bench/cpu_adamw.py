@@ -3,8 +3,8 @@
 
     trainer/bench/cpu_adamw.py --million 256 --threads 1 2
 
-torch's and DeepSpeed's have fp32 weights, gradients and moments and move 28 bytes a parameter; the kernel also has the trainer's formats. Needs `cargo build --release -p kernels --example adamw_speed`. A row is the
-best of some passes over parameters that together exceed every cache.
+torch's and DeepSpeed's have fp32 weights, gradients and moments and move 28 bytes a parameter; the kernel also has the trainer's formats. Needs
+`cargo build --release -p kernels --example adamw_speed`. A row is the best of some passes over parameters that together exceed every cache.
 """
 
 import argparse

@@ -5,8 +5,9 @@
 
 Each row trains a few steps of the model with --micro sequences a micro-batch; a group is the plan's choice ("plan"), all micro-batches
 together ("all"), or a number. --fractions are fractions of the parameters whose tiles are in GPU memory, a row of host-gpu each. Losses
-of rows with as many tokens must be the same in bits: the script says so, and ends with status 1 if they are not. The programs may be built elsewhere: --bin needs trainer, trainer-with-torch and offloadd in one directory,
-and torch comes from this Python or from --libtorch. A row takes half a minute to start; results go to OUT/groups.json.
+of rows with as many tokens must be the same in bits: the script says so, and ends with status 1 if they are not. The programs may be built elsewhere:
+--bin needs trainer, trainer-with-torch and offloadd in one directory, and torch comes from this Python or from --libtorch. A row takes half a minute
+to start; results go to OUT/groups.json.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures steps of two nodes over a rate-limited link, with a copy of the parameters on each node and without, beside the planned bound.
 
-The bound is that of `trainer plan --network`. The nodes are network namespaces joined by a veth pair, whose rate `tc` limits in each direction; so it needs root and
-iproute2, and no network. Each node has one rank on the CPU and keeps its state in host memory.
+The bound is that of `trainer plan --network`. The nodes are network namespaces joined by a veth pair, whose rate `tc` limits in each direction; so it
+needs root and iproute2, and no network. Each node has one rank on the CPU and keeps its state in host memory.
 
     trainer/bench/link.py --trainer target/release/trainer --rate 12.5MB/s --rate 50MB/s
 """

@@ -15,7 +15,7 @@ const LAST_OCTAVE: u32 = 35;
 const SUB_BITS: u32 = 3;
 
 /// Number of buckets.
-pub const BUCKETS: usize = 2 + ((LAST_OCTAVE - FIRST_OCTAVE) << SUB_BITS) as usize;
+const BUCKETS: usize = 2 + ((LAST_OCTAVE - FIRST_OCTAVE) << SUB_BITS) as usize;
 
 /// Counts by duration.
 #[derive(Clone, Debug, PartialEq, Eq)]

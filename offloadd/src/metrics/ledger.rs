@@ -20,7 +20,7 @@ use crate::store::format::MeasuredRates;
 pub const JOBS_MAX: usize = 2048;
 
 /// An operation of this duration hangs; garbage collection and internal retries of a drive take a few seconds.
-pub const HANGS_AFTER: Duration = Duration::from_secs(10);
+const HANGS_AFTER: Duration = Duration::from_secs(10);
 
 /// A device whose oldest operation does not end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -250,8 +250,8 @@ fn program(ops: &[(bool, usize)]) -> Result<StepProgram, SwapperError> {
 #[pymethods]
 impl Core {
     /// Opens this rank's part of the run that the JSON text `plan` describes, behind `socket` where the run has device files of
-    /// its own; `daemon` is the one this process started for them, and `exchange` connects several nodes. Returns it with the first rank's blob of the last committed
-    /// step and this rank's, each None where there is none. `begin_fill` must follow if the run is new.
+    /// its own; `daemon` is the one this process started for them, and `exchange` connects several nodes. Returns it with the first rank's blob of
+    /// the last committed step and this rank's, each None where there is none. `begin_fill` must follow if the run is new.
     #[staticmethod]
     #[pyo3(signature = (plan, socket, daemon, exchange))]
     fn open(

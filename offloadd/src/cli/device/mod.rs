@@ -34,7 +34,8 @@ remembers. An interrupted add can be repeated.")]
         /// Overwrite an existing file or store
         #[arg(long)]
         force: bool,
-        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default: `rebalance_bytes_per_s_max` of the settings
+        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default:
+        /// `rebalance_bytes_per_s_max` of the settings
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
         #[command(flatten)]
@@ -53,7 +54,8 @@ sessions to adopt.")]
         /// Device, as named in the settings
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
-        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default: `rebalance_bytes_per_s_max` of the settings
+        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default:
+        /// `rebalance_bytes_per_s_max` of the settings
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
         #[command(flatten)]

@@ -106,7 +106,8 @@ def read(config: Config) -> Mapping[str, Any]:
 
 
 def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool = True, sequence_ranks: Optional[int] = None) -> Settings:
-    """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks for something unsupported.
+    """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks
+    for something unsupported.
 
     Without `schedules`, the learning rate is the script's: a schedule whose end the Trainer fills in ("auto") is not read. `sequence_ranks` is
     sequence_parallel_size where the configuration has none.

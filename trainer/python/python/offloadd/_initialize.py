@@ -55,8 +55,8 @@ def initialize(
 
     `optimizer` and `lr_scheduler` are objects, functions that make them (of the parameters, of the optimizer), or left
     out for what the sections `optimizer` and `scheduler` of the configuration say. Where bf16 or fp16 is enabled, the
-    model is brought to that type. It computes on the process's GPU if there is one. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step, unless `resume`
-    is False: the run then begins anew. `track` has further objects whose state is committed with each step.
+    model is brought to that type. It computes on the process's GPU if there is one. The same `run_dir` (or offloadd.run_dir) resumes after the last
+    committed step, unless `resume` is False: the run then begins anew. `track` has further objects whose state is committed with each step.
 
     Where neither the arguments nor the configuration have an optimizer, nothing is trained, and only the engine is returned: its model
     lies in tiles, or in memory where nothing is offloaded. `initialize` with an optimizer may follow for the same model.

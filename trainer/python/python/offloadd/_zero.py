@@ -127,8 +127,9 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Keeps the values of parameters in memory, through forwards of the model too. With `modifier_rank=0`, the first rank's changes are
-    committed at its end, those of a model that is not trained written anew; without it a change is an error at its end. Values that are only read, and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
-    have the first one's at its end."""
+    committed at its end, those of a model that is not trained written anew; without it a change is an error at its end. Values that are only read,
+    and do not fit into memory together, come where they are used. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all
+    ranks have the first one's at its end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)

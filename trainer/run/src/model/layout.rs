@@ -106,11 +106,6 @@ impl UnitLayout {
     pub fn find(&self, member: ParamRole) -> Option<usize> {
         self.params.iter().position(|param| param.member == member)
     }
-
-    /// Number of elements of all parameters, without padding.
-    pub fn params_elems(&self) -> usize {
-        self.params.iter().map(ParamLayout::elems).sum()
-    }
 }
 
 /// Units of the model in forward order: embedding, blocks, head.
@@ -311,7 +306,11 @@ mod tests {
                 }
                 assert_eq!(unit.elems, end.next_multiple_of(ALIGN_ELEMS));
             }
-            let count: usize = units.iter().map(UnitLayout::params_elems).sum();
+            let count: usize = units
+                .iter()
+                .flat_map(|unit| &unit.params)
+                .map(ParamLayout::elems)
+                .sum();
             assert_eq!(count, config.params_count());
         }
         // Counted by hand: 2 x 101 x 36 outside, 36 + 3 x (36 x (60 + 20 + 20) + 60 x 36 + 3 x 36 x 50 + 2 x 36) inside.

@@ -1,9 +1,9 @@
 //! The keys that a configuration file may have: those that are read, and DeepSpeed's that are not.
 //!
-//! Each of the two readers, the trainer and the Python package, has its column in the table. No key is ignored silently. A key is used; or it is DeepSpeed's and has no effect here (reported before
-//! the start); or it asks for an unsupported feature (refused unless it is switched off); or it is unknown
-//! (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys
-//! that DeepSpeed itself ignores are removed from a DeepSpeed file and reported.
+//! Each of the two readers, the trainer and the Python package, has its column in the table. No key is ignored silently. A key is used; or it is
+//! DeepSpeed's and has no effect here (reported before the start); or it asks for an unsupported feature (refused unless it is switched off); or it
+//! is unknown (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys that DeepSpeed itself ignores
+//! are removed from a DeepSpeed file and reported.
 
 pub(crate) mod auto;
 #[cfg(test)]

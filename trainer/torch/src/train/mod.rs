@@ -331,7 +331,8 @@ fn refuse_existing_export(settings: &RunSettings, start: &StartPoint) -> Result<
 }
 
 /// Exports the weights of a run that is complete at `step` to `train.export_to` if it is set: those of the checkpoint of step
-/// `checkpoint`, or the last ones. An export that the run made at an earlier step is renamed; any other is kept. With `on_nodes`, only a checkpoint can be exported. Prints what to do with the weights.
+/// `checkpoint`, or the last ones. An export that the run made at an earlier step is renamed; any other is kept. With `on_nodes`, only a checkpoint
+/// can be exported. Prints what to do with the weights.
 fn export_result(
     settings: &RunSettings,
     (step, checkpoint): (u64, Option<u64>),

@@ -1,4 +1,5 @@
-//! Errors that these tests find: a reader that stops reading (`trainer train RUN.toml | head`) ends a run during a step, or a full disk loses output without an error.
+//! Errors that these tests find: a reader that stops reading (`trainer train RUN.toml | head`) ends a run during a step, or a full disk loses output
+//! without an error.
 
 use std::fs::File;
 use std::process::{Command, Stdio};

@@ -5,7 +5,8 @@
 //! every node has it, or is lost after it counted; nodes resume from different commits; a store that is empty,
 //! older or another's is trained on; a death is not noticed on another node.
 //!
-//! `OFFLOADD_ALL_CASES=1` tries two nodes with their gradients in memory too. `OFFLOADD_KILLS=100 cargo test -p trainer-torch --test runs nodes::ranks_and` makes that many kills at more points.
+//! `OFFLOADD_ALL_CASES=1` tries two nodes with their gradients in memory too. Many kills, at more points:
+//! `OFFLOADD_KILLS=100 cargo test -p trainer-torch --test runs nodes::ranks_and`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
