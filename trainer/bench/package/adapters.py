@@ -32,7 +32,7 @@ import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from figures import bus_rates, forget_peak, peak_gib, show, timed, wait  # noqa: E402
-from generation import SHAPE, TINY  # noqa: E402
+from generation import SHAPES, TINY  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
@@ -231,7 +231,7 @@ def resident_of(run):
 
 def model_of(base, args):
     """A Llama with adapters where it computes; never more of its bf16 weights in memory than its blocks keep."""
-    shape = SHAPE | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
+    shape = SHAPES["8b"] | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
     config = transformers.LlamaConfig(**shape, use_cache=False, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
