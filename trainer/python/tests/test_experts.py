@@ -126,6 +126,24 @@ def test_groups_of_packed_experts_have_plain_pytorchs_bits(name, how, checkpoint
     )
 
 
+def test_experts_of_an_older_transformers_are_in_groups_unless_it_divides_them_among_ranks():
+    """transformers 5.17 has neither mark of 5.23, and hooks what it divides."""
+
+    def older(is_hooked):
+        model = make()
+        for layer in model.model.layers:
+            for mark in ("_is_expert_parallel", "has_post_expert_norm"):
+                vars(layer.mlp.experts).pop(mark, None)
+            if is_hooked:
+                layer.mlp.experts._is_hooked = True
+        offloaded = Offloaded(model, unit_bytes_max=BYTES_MAX)
+        return model, [unit for unit in offloaded.engine.gathering.units if unit.apart]
+
+    model, groups = older(is_hooked=False)
+    assert len(groups) == 8 and torch.equal(model(**text(0)).loss, make()(**text(0)).loss)
+    assert not older(is_hooked=True)[1]
+
+
 def test_groups_without_tokens_are_not_brought_and_their_gradients_are_zero():
     plain, ours = make(), make()
     offloaded = Offloaded(ours, unit_bytes_max=BYTES_MAX)

@@ -32,9 +32,9 @@ from ._units import BLOCKS_MIN, Unit, blocks_of
 # that PyTorch on a CPU computes exponentials at the end of a tensor, where numbers do not fill its vectors, by another function.
 _EAGER, _GROUPED = "eager", ("grouped_mm", "batched_mm")
 
-# Bodies of the eager forwards that compute as `Group.eager` does, by `_digest`: transformers' common one in its two spellings, and those of MuseSpark, GptOss
-# and Aria. Others compute or add in other types.
-_COMMON_EAGER = {"df64e11f4632", "07291db04ec0", "681de5c08476", "3d517ef0bd7a", "fec4c1882989"}
+# Bodies of the eager forwards that compute as `Group.eager` does, by `_digest`: transformers' common one in its two spellings, the same two of 5.17, which pass
+# over an expert that no token has, and those of MuseSpark, GptOss and Aria. Others compute or add in other types.
+_COMMON_EAGER = {"df64e11f4632", "07291db04ec0", "cba0fa84ffeb", "ed82fd99b265", "681de5c08476", "3d517ef0bd7a", "fec4c1882989"}
 
 # What the parts answer: they lie where the model computes, and are trained.
 _OF_PARTS = {*(getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "requires_grad")), torch.Tensor.get_device}
@@ -128,7 +128,7 @@ class Group(nn.Module):
         rows = self._linear(rows, up, index)
         rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
         rows = self._linear(rows, "down_proj", index)
-        return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+        return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
     def _linear(self, rows: torch.Tensor, name: str, index: int) -> torch.Tensor:
         experts = self.cut.experts
@@ -161,7 +161,7 @@ class Group(nn.Module):
         rows = _grouped_linear(rows, getattr(self, up), ends, bias=bias(up), is_transposed=experts.is_transposed)
         rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
         rows = _grouped_linear(rows, self.down_proj, ends, bias=bias("down_proj"), is_transposed=experts.is_transposed)
-        return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+        return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
 class CutExperts:
@@ -419,7 +419,8 @@ def _packed_names(module: nn.Module, users: Mapping[int, list[nn.Module]]) -> li
     count = getattr(module, "num_experts", None)
     if not (hasattr(moe, "_grouped_linear") and hasattr(module, "has_gate") and hasattr(module, "is_transposed") and isinstance(count, int)):
         return []
-    if getattr(module, "_is_expert_parallel", True) or "forward" in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
+    # Older versions of transformers mark what they divide among ranks by this.
+    if getattr(module, "_is_expert_parallel", hasattr(module, "_is_hooked")) or "forward" in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
         return []
     weights = [*(("gate_up_proj",) if module.has_gate else ("up_proj",)), "down_proj"]
     names = weights + [f"{name}_bias" for name in weights if module.has_bias]
