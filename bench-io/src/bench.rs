@@ -18,9 +18,9 @@ use offload_client::DeviceInfo;
 use offloadd::engine::EngineChoice;
 
 use crate::drive::Drive;
+use crate::figures::Figures;
 use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
 use crate::progress::Progress;
-use crate::report::Figures;
 use crate::targets::Target;
 use crate::targets::daemon::{DaemonTarget, job_name};
 use crate::targets::device::{Claim, DeviceFiles, DeviceTarget};

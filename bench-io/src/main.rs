@@ -16,6 +16,7 @@ mod confirm;
 #[cfg(test)]
 mod docs;
 mod drive;
+mod figures;
 mod fio;
 mod job;
 mod job_file;

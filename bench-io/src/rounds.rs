@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::report::Figures;
+use crate::figures::Figures;
 
 /// Minimum and maximum of several rounds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

@@ -8,10 +8,10 @@ use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
 use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::figures::Figures;
 use crate::load::{StreamPlan, Timing};
 use crate::place::{WorkDir, write_file};
 use crate::progress::Progress;
-use crate::report::Figures;
 use crate::scale::Load;
 use crate::targets::device::DeviceFiles;
 

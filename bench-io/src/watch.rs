@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::drive::Drive;
+use crate::figures::Meanwhile;
 use crate::load::Timing;
 use crate::machine::{self, IdleTime};
 use crate::progress::Progress;
-use crate::report::Meanwhile;
 
 /// Sources of the samples.
 #[derive(Clone, Debug)]

@@ -17,9 +17,10 @@ use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure};
 use crate::metrics::MovedBeside;
 use crate::store::catalog::Phase;
-use crate::store::format::{MeasuredArea, MeasuredRates};
+use crate::store::format::MeasuredArea;
 use crate::store::placement::rate;
 use crate::store::recover::{self, RecoveredStore};
+use crate::store::superblock::MeasuredRates;
 use crate::store::superblock::Superblock;
 use crate::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError};
 

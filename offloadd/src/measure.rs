@@ -15,7 +15,8 @@ use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::io::{AlignedBytes, IoId, IoOp};
 use crate::metrics::MovedBeside;
 use crate::store::DATA_OFFSET;
-use crate::store::format::{MeasuredArea, MeasuredRates};
+use crate::store::format::MeasuredArea;
+use crate::store::superblock::MeasuredRates;
 
 /// Size of one operation, with which drives reach their rate.
 const OPERATION_BYTES: usize = MeasuredArea::BYTES_MIN as usize;

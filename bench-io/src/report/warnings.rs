@@ -9,9 +9,9 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::drive::Drive;
+use crate::figures::Figures;
 use crate::job::Place;
 use crate::machine;
-use crate::report::Figures;
 
 /// Traffic of other processes, or traffic that reached no drive, above this fraction of our bytes causes a warning.
 const STRANGE_SHARE: f64 = 0.05;
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn what_others_moved_and_what_a_cache_answered_is_told_from_what_is_underway() {
-        let way = |bytes_per_s: f64| crate::report::WayReport {
+        let way = |bytes_per_s: f64| crate::figures::WayReport {
             bytes: 0,
             ops: 0,
             bytes_per_s,
@@ -221,13 +221,13 @@ mod tests {
             seconds: 1.0,
             read: Some(way(read)),
             write: None,
-            cpu: crate::report::CpuReport {
+            cpu: crate::figures::CpuReport {
                 bench_io_s: 0.0,
                 daemon_s: None,
                 s_per_gb: 0.0,
                 idle_share: None,
             },
-            drives: Some(crate::report::DrivesReport {
+            drives: Some(crate::figures::DrivesReport {
                 read_bytes_per_s: counted[0],
                 write_bytes_per_s: counted[1],
             }),

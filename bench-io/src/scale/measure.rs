@@ -7,10 +7,11 @@ use anyhow::{Context, Result};
 
 use super::store::Store;
 use super::{Load, Rounds, Row, ScalePlan, ScaleReport, ScaleSettings, caveats, control};
+use crate::figures::Figures;
 use crate::fio::{Fio, FioFigures, FioJob};
 use crate::place::{WorkDir, write_file};
 use crate::progress::Progress;
-use crate::report::{About, DeviceReport, Figures, warnings};
+use crate::report::{About, DeviceReport, warnings};
 use crate::rounds::{median, rate_of};
 use crate::targets::Way;
 use crate::testdrives::{Drives, RateLimit};

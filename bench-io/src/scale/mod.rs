@@ -20,8 +20,9 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::figures::Figures;
 use crate::fio::FioFigures;
-use crate::report::{About, Figures};
+use crate::report::About;
 use crate::rounds::{Range, rate_of};
 use crate::testdrives::RateLimit;
 

@@ -5,10 +5,10 @@ use offloadd::api::IODEPTH_MAX;
 
 use super::{Load, ScalePlan};
 use crate::bench::{Bench, BenchPlan, TargetPlan};
+use crate::figures::Figures;
 use crate::load::{StreamPlan, Timing};
 use crate::place::OwnDaemon;
 use crate::progress::Progress;
-use crate::report::Figures;
 use crate::targets::Way;
 
 /// A filled store on some drives, with an open session.

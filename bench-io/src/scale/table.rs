@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Range, Row, ScaleReport};
-use crate::report::WayReport;
+use crate::figures::WayReport;
 use crate::units::Bytes;
 use offload_support::units::ApproxRate;
 

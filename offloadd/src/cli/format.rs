@@ -13,7 +13,7 @@ use offloadd::engine::EngineChoice;
 use offloadd::measure::{MeasureError, measure_blank};
 use offloadd::metrics::MovedBeside;
 use offloadd::store;
-use offloadd::store::format::MeasuredRates;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::superblock::StoreId;
 
 use super::follow_parent;

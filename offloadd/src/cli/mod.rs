@@ -8,6 +8,7 @@ mod findings;
 pub(crate) mod format;
 pub(crate) mod job;
 mod log;
+mod rate;
 pub(crate) mod serve;
 mod store_access;
 pub(crate) mod supervise;

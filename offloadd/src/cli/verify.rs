@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use offload_api::proto;
 use offload_support::progress::{Audience, Progress, Unit};
-use offload_support::units::{ApproxBytes, CountOf, parse_rate};
+use offload_support::units::{ApproxBytes, CountOf};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
 use offloadd::store::verify::verify_watched;
@@ -15,10 +15,8 @@ use serde_json::{Value, json};
 
 use super::connection::{Daemon, refusal, runtime};
 use super::open_all;
+use super::rate::{SCRUB_BYTES_PER_S, rate};
 use super::store_access::{Holder, WhichStore, holder};
-
-/// Default rate of a scrub by a daemon; an NVMe drive reads this beside training without a noticeable delay.
-pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
 
 #[derive(Args)]
 pub(crate) struct VerifyOptions {
@@ -71,15 +69,6 @@ impl VerifyResult {
             }
             (false, _) => "damaged, and not everything could be read",
         }
-    }
-}
-
-/// Parses the rate of a scrub or a move in bytes per second. A slower one would take years, and no machine is faster.
-pub(crate) fn rate(text: &str) -> Result<u64, String> {
-    let rate = parse_rate(text).map_err(|error| error.to_string())?;
-    match (1 << 20..=10_000_000_000_000).contains(&rate) {
-        true => Ok(rate),
-        false => Err(format!("`{text}` is not between 1MiB/s and 10000GB/s")),
     }
 }
 
@@ -329,29 +318,4 @@ fn tile_to_json(tile: &proto::DamagedTile) -> Value {
         "written_by": tile.written_by,
         "damage": damage,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rates_have_a_unit_and_bounds() {
-        assert_eq!(rate("200MB/s"), Ok(200_000_000));
-        assert_eq!(rate("1.5 GB/s"), Ok(1_500_000_000));
-        assert_eq!(rate("2MiB"), Ok(2 << 20));
-        for wrong in [
-            "",
-            "200",
-            "MB/s",
-            "1kB/s",
-            "-5MB/s",
-            "1e99GB/s",
-            "20000GB/s",
-            "nanMB/s",
-            "5mb",
-        ] {
-            assert!(rate(wrong).is_err(), "{wrong}");
-        }
-    }
 }

@@ -10,8 +10,8 @@ use offload_api::ids::{
 
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
-use crate::store::format::MeasuredRates;
 use crate::store::superblock::DeviceId;
+use crate::store::superblock::MeasuredRates;
 
 /// A call of a peer.
 #[derive(Debug)]

@@ -23,6 +23,16 @@ pub(super) struct Waiting {
     pub(super) counted: LedgerChange,
 }
 
+impl Waiting {
+    /// Span of a call to commit.
+    pub(super) fn span(&self) -> Option<&Span> {
+        match &self.counted {
+            LedgerChange::Commit(_, span) => Some(span),
+            _ => None,
+        }
+    }
+}
+
 /// Change of the ledger by the answer to a call.
 pub(super) enum LedgerChange {
     Nothing,

@@ -9,10 +9,10 @@ use offload_api::handoff;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
-use super::keeper::SessionMemory;
 use super::lifecycle::ATTACH_WAIT;
 use super::process;
 use super::session::{DriverSession, SessionState};
+use super::session_memory::SessionMemory;
 use super::source::Source;
 use crate::core::Event;
 use crate::io::SessionId;

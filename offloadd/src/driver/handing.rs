@@ -6,8 +6,8 @@ use std::time::Duration;
 use offload_api::ids::Epoch;
 use offload_api::ring::RingPositions;
 
-use super::keeper::SessionMemory;
 use super::session::{DriverSession, SessionState};
+use super::session_memory::SessionMemory;
 use super::{Driver, DriverError, system, trace};
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;

@@ -10,7 +10,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
-use super::keeper::SessionMemory;
+use super::session_memory::SessionMemory;
 use crate::core::{
     Call, CommittedTiles, Core, NewDevice, Peer, Reply, TileDamage, TilePosition, Viewer,
 };

@@ -6,8 +6,8 @@ use offload_api::fault::Fault;
 use rustix::event::epoll;
 
 use super::Driver;
-use super::keeper::SessionMemory;
 use super::session::SessionState;
+use super::session_memory::SessionMemory;
 use crate::core::Event;
 use crate::io::SessionId;
 

@@ -50,6 +50,7 @@ mod lifecycle;
 mod moving;
 mod process;
 mod session;
+mod session_memory;
 mod sleep;
 mod source;
 mod stop;

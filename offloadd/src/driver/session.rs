@@ -8,7 +8,7 @@ use offload_api::ids::SessionToken;
 use offload_api::ring::RingError;
 use offload_api::ring::entry::{Cqe, Sqe};
 
-use super::keeper::SessionMemory;
+use super::session_memory::SessionMemory;
 use crate::core::Peer;
 use crate::metrics::ledger::JobPlace;
 

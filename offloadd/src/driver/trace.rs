@@ -20,7 +20,6 @@ use offload_api::ids::Generation;
 use offload_api::ring::entry::Cqe;
 use tracing::{Level, Span, debug, debug_span, info_span};
 
-use super::actions::LedgerChange;
 use super::{Driver, DriverSession};
 use crate::core::{Event, Reply};
 use crate::io::{Buffer, IoId, SessionId};
@@ -126,10 +125,10 @@ impl Driver {
                 debug!(parent: &span, io, ?outcome, device_us, "operation ended");
                 span
             }
-            Event::Call { call, .. } => match self.calls.get(call).map(|call| &call.counted) {
-                Some(LedgerChange::Commit(_, span)) => span.clone(),
-                _ => Span::none(),
-            },
+            Event::Call { call, .. } => {
+                let span = self.calls.get(call).and_then(|waiting| waiting.span());
+                span.cloned().unwrap_or_else(Span::none)
+            }
             _ => Span::none(),
         }
     }

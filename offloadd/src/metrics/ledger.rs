@@ -14,7 +14,7 @@ use crate::core::{DeviceState, JobState};
 use crate::engine::IoDone;
 use crate::io::{IoId, IoOp};
 use crate::store::definition::JobName;
-use crate::store::format::MeasuredRates;
+use crate::store::superblock::MeasuredRates;
 
 /// Limit of counted jobs: as many as a store holds, and as many again that have no data yet.
 pub const JOBS_MAX: usize = 2048;

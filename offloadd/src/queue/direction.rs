@@ -6,11 +6,8 @@ use offload_api::ring::entry::Priority;
 
 use super::fair::Fair;
 use super::interference::Interference;
-use super::owner::{BACKGROUND_WEIGHT, JobSession, Owner, User, UserJob};
+use super::owner::{BACKGROUND_WEIGHT, JobSession, Owner, TURNS, User, UserJob};
 use crate::io::IoId;
-
-/// While some pieces of a job are demanded, one piece in this many is a prefetch: an eighth is enough for progress and is hardly noticed.
-pub const TURNS: u32 = 8;
 
 /// Most pieces in flight in one direction, however small. More do not make a drive faster.
 pub const INFLIGHT_COUNT_MAX: usize = 256;

@@ -13,8 +13,7 @@
 use std::collections::BTreeMap;
 
 use super::answer::AnswerTime;
-use super::direction::TURNS;
-use super::owner::{TurnWeights, User, UserJob};
+use super::owner::{TURNS, TurnWeights, User, UserJob};
 use crate::io::IoId;
 
 /// Length of a span, in windows of 10 ms.

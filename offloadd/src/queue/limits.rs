@@ -5,7 +5,7 @@ use std::fs::File;
 use offload_api::BLOCK_BYTES;
 
 use crate::drive_queue::queue_number;
-use crate::store::format::MeasuredRates;
+use crate::store::superblock::MeasuredRates;
 
 /// Size of a piece where the device does not tell its largest request, and the largest useful one: drives reach their rate with
 /// less.

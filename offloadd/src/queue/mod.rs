@@ -43,9 +43,9 @@ use crate::engine::{Io, IoDone, Memory};
 use crate::io::{IoId, IoOp};
 
 use direction::Direction;
-pub use direction::{INFLIGHT_COUNT_MAX, TURNS};
+pub use direction::INFLIGHT_COUNT_MAX;
 pub use limits::DeviceLimits;
-pub use owner::Owner;
+pub use owner::{Owner, TURNS};
 
 /// Queues of all devices.
 #[derive(Debug)]

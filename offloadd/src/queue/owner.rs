@@ -1,8 +1,10 @@
 //! Owners of operations, reduced to the fields that turns depend on.
 
-use super::direction::TURNS;
 use crate::io::SessionId;
 use crate::quota::{WEIGHT_DEFAULT, WEIGHT_MAX};
+
+/// While some pieces of a job are demanded, one piece in this many is a prefetch: an eighth is enough for progress and is hardly noticed.
+pub const TURNS: u32 = 8;
 
 /// Owner of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

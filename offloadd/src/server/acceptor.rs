@@ -13,7 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use super::peer::{ConnectionCounts, ConnectionPermit};
+use super::peer::{AdmittedConnection, ConnectionCounts};
 use crate::core::Peer;
 
 /// When to try again after a connection could not be accepted, usually because the process has too many open files.
@@ -21,13 +21,6 @@ const AGAIN: Duration = Duration::from_millis(10);
 
 /// Connections accepted before the thread looks whether it is to stop.
 const ACCEPTS_A_TURN: usize = 256;
-
-/// A connection that its user may have.
-pub(super) struct AdmittedConnection {
-    pub(super) stream: UnixStream,
-    pub(super) peer: Peer,
-    pub(super) place: ConnectionPermit,
-}
 
 /// The thread. Dropping it closes the listener.
 pub(super) struct Acceptor {

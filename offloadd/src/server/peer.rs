@@ -21,7 +21,6 @@ use tokio::net::UnixStream;
 use tokio::time::Interval;
 use tonic::transport::server::Connected;
 
-use super::acceptor::AdmittedConnection;
 use crate::core::Peer;
 
 /// Connections of one user beyond those of sessions, for commands and monitoring.
@@ -33,6 +32,13 @@ const CONNECTIONS_A_SESSION: usize = 2;
 /// Time limit for a peer's first call and for reading the next part of an answer. A process that takes longer is stopped or hostile;
 /// it can connect again.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A connection that its user may have.
+pub(super) struct AdmittedConnection {
+    pub(super) stream: std::os::unix::net::UnixStream,
+    pub(super) peer: Peer,
+    pub(super) place: ConnectionPermit,
+}
 
 /// Caller of a connection, and the state of its answers.
 #[derive(Clone, Debug)]

@@ -376,3 +376,13 @@ impl Entry {
         })
     }
 }
+
+/// Zeroes the catalogs of a device, one copy after the other, so that a power cut leaves a whole one or one beside zeros.
+pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
+    let zeros = AlignedBytes::zeroed(BLOCK as usize);
+    for offset in CATALOG_OFFSETS {
+        blocks.write(position, offset, &zeros)?;
+        blocks.flush(position)?;
+    }
+    Ok(())
+}

@@ -1,7 +1,7 @@
 //! Formats devices as a new store: superblocks and an empty catalog.
 
 use super::catalog::{Catalog, DeviceEntry, Phase};
-use super::superblock::{self, DeviceId, StoreId, Superblock};
+use super::superblock::{self, DeviceId, MeasuredRates, StoreId, Superblock};
 use super::{BLOCK, CATALOG_OFFSETS, DATA_OFFSET, DEVICES_MAX, SUPERBLOCK_OFFSETS, StoreError};
 use super::{sealed, sealed::Unreadable};
 use crate::blocks::Blocks;
@@ -24,15 +24,6 @@ impl MeasuredArea {
     pub const BYTES_MAX: u64 = 2 << 30;
     /// One operation; with less nothing can be measured.
     pub const BYTES_MIN: u64 = 1 << 20;
-}
-
-/// Measured or configured rates of a device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MeasuredRates {
-    /// Bytes read a second; 0 is unknown.
-    pub read_bytes_per_s: u64,
-    /// Bytes written a second; 0 is unknown.
-    pub write_bytes_per_s: u64,
 }
 
 /// Refuses what [`format()`] would refuse, and changes nothing. To be called before a measurement overwrites the devices.

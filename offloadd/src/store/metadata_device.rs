@@ -10,11 +10,11 @@
 use offload_api::ids::DeviceIndex;
 use offload_support::units::ApproxBytes;
 
-use super::catalog::{Area, Phase};
+use super::catalog::{Area, Phase, forget_catalogs};
 use super::manifest::SlotContent;
 use super::placement::Space;
 use super::recover::{RecoveredStore, read_watched};
-use super::{BLOCK, CATALOG_OFFSETS, StoreError};
+use super::{BLOCK, StoreError};
 use crate::blocks::{BlockError, Blocks};
 use crate::io::AlignedBytes;
 
@@ -174,16 +174,6 @@ pub fn settle_watched(
     *store = found;
     store.notes.splice(..0, notes);
     Ok(moved)
-}
-
-/// Zeroes the catalogs of a device, one copy after the other, so that a power cut leaves a whole one or one beside zeros.
-pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
-    let zeros = AlignedBytes::zeroed(BLOCK as usize);
-    for offset in CATALOG_OFFSETS {
-        blocks.write(position, offset, &zeros)?;
-        blocks.flush(position)?;
-    }
-    Ok(())
 }
 
 /// Copies definitions, records and marks, every copy of each, and calls `on_copied` for each piece. A mark is copied as it was read,

@@ -4,7 +4,6 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::format::MeasuredRates;
 use super::sealed::{self, Head, Unreadable};
 use super::{BLOCK, DATA_OFFSET};
 use crate::io::AlignedBytes;
@@ -26,6 +25,15 @@ impl std::fmt::Display for StoreId {
 /// it identifies a device for ever: a device whose admission was interrupted is not mistaken for a later one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceId(pub [u8; 16]);
+
+/// Measured or configured rates of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MeasuredRates {
+    /// Bytes read a second; 0 is unknown.
+    pub read_bytes_per_s: u64,
+    /// Bytes written a second; 0 is unknown.
+    pub write_bytes_per_s: u64,
+}
 
 /// A device's superblock, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,8 @@ use offloadd::core::{Call, Event, OpenSession, Peer, Reply};
 use offloadd::io::SessionId;
 use offloadd::quota::{JOBS_A_USER_DEFAULT, Quota, Quotas};
 use offloadd::store::definition::Durability;
-use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::format::format;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::superblock::StoreId;
 use test_hooks::random::SimRandom;
 

@@ -8,7 +8,7 @@ use offloadd::core::{Call, Event, Moves, Reply};
 use offloadd::handover::message::HandoverState;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
-use offloadd::store::format::MeasuredRates;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::verify::verify;
 use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
 use test_hooks::random::SimRandom;

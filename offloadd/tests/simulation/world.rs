@@ -19,9 +19,10 @@ use offloadd::io::{IoId, IoOp, SessionId};
 use offloadd::quota::Limits;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, Tile, TileKind};
-use offloadd::store::format::{MeasuredRates, data_bytes, format};
+use offloadd::store::format::{data_bytes, format};
 use offloadd::store::metadata_device::{self, MetadataMove};
 use offloadd::store::recover;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::superblock::{DeviceId, StoreId};
 use test_hooks::random::SimRandom;
 

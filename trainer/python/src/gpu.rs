@@ -30,7 +30,7 @@ use kernels::reduce::GradType;
 use pyo3::prelude::*;
 use swapper::{ArenaMemory, SwapperError};
 
-use crate::open::{Format, ParamPlan, UpdateFormat};
+use crate::format::{Format, ParamPlan, UpdateFormat};
 use crate::{Core, Error, OpenRun, failed, memory};
 
 /// After so long a waiting thread looks for signals.

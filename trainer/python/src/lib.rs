@@ -10,6 +10,7 @@
 
 mod checkpoint;
 mod errors;
+mod format;
 mod gpu;
 mod memory;
 mod nodes;
@@ -33,9 +34,10 @@ use swapper::private::PrivateDaemon;
 use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
 
 use crate::errors::{Error, Signals, failed};
+use crate::format::{Format, ParamPlan, UpdateFormat};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
-use crate::open::{Format, ParamPlan, Plan, UpdateFormat, open, start_daemon};
+use crate::open::{Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
 

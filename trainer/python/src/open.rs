@@ -23,6 +23,7 @@ use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
 use crate::OpenRun;
 use crate::errors::{BEGIN_ANEW, Error, failed, no_store, refused};
+use crate::format::{Format, ParamPlan, UpdateFormat};
 use crate::gpu::gpu_failed;
 use crate::nodes::Mailbox;
 use crate::progress::{Clock, Reporter};
@@ -115,20 +116,6 @@ impl RunOptimizer {
     }
 }
 
-/// How a unit's numbers are stored.
-#[derive(Clone, Copy)]
-pub(crate) struct Format {
-    pub(crate) param_bytes: usize,
-    pub(crate) update: Option<UpdateFormat>,
-}
-
-/// How a trained unit's masters and gradients are stored.
-#[derive(Clone, Copy)]
-pub(crate) struct UpdateFormat {
-    pub(crate) format: TileFormat,
-    pub(crate) grads: GradType,
-}
-
 impl UnitPlan {
     fn format(&self, rule: UpdateRule, moments: Moments, bf16: Master) -> PyResult<Format> {
         let update = if self.trained {
@@ -151,14 +138,6 @@ impl UnitPlan {
             update,
         })
     }
-}
-
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct ParamPlan {
-    /// First element within the unit.
-    pub(crate) offset: u64,
-    pub(crate) elems: u64,
 }
 
 /// Operations in flight, half of them each way.

@@ -12,7 +12,7 @@ use kernels::reduce::GradType;
 use swapper::{TileRange, UninitTile};
 use training_state::update::{Scalars, TileStep, parts, rounding};
 
-use crate::open::{Format, ParamPlan, UpdateFormat};
+use crate::format::{Format, ParamPlan, UpdateFormat};
 
 /// Seed of the rounding of moments and masters in bf16. Runs need not differ in it.
 const SEED: u64 = 0;

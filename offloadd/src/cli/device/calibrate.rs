@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use offload_support::outln;
 use offloadd::calibrate::{Calibration, calibrate};
 use offloadd::config::Config;
-use offloadd::store::format::MeasuredRates;
+use offloadd::store::superblock::MeasuredRates;
 
 use super::super::connection::Daemon;
 use super::super::open_all;

@@ -36,7 +36,7 @@ remembers. An interrupted add can be repeated.")]
         force: bool,
         /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default:
         /// `rebalance_bytes_per_s_max` of the settings
-        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        #[arg(long, value_name = "RATE", value_parser = super::rate::rate)]
         rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,
@@ -56,7 +56,7 @@ sessions to adopt.")]
         path: PathBuf,
         /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default:
         /// `rebalance_bytes_per_s_max` of the settings
-        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        #[arg(long, value_name = "RATE", value_parser = super::rate::rate)]
         rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,
@@ -85,7 +85,7 @@ to the next one end.")]
   offloadd device rebalance-rate 10000GB/s                # in effect no limit")]
     RebalanceRate {
         /// Bytes copied per second, on average
-        #[arg(value_name = "RATE", value_parser = super::verify::rate)]
+        #[arg(value_name = "RATE", value_parser = super::rate::rate)]
         rate: u64,
         #[command(flatten)]
         store: WhichStore,

@@ -10,8 +10,8 @@ use offload_support::progress::{Audience, Progress, Unit};
 
 use super::WhichJob;
 use crate::cli::connection::{Daemon, refusal, runtime};
+use crate::cli::rate::SCRUB_BYTES_PER_S;
 use crate::cli::store_access::{WhichStore, serving};
-use crate::cli::verify::SCRUB_BYTES_PER_S;
 
 /// `bytes_per_s` limits what the daemon reads to compare.
 pub(super) fn run(

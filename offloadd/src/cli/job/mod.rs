@@ -80,7 +80,7 @@ the store of a run that is not running, start one first with `offloadd serve --c
         #[arg(long)]
         force: bool,
         /// Compare at most this many bytes per second, for example 200MB/s
-        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        #[arg(long, value_name = "RATE", value_parser = super::rate::rate)]
         rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,

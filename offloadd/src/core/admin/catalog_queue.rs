@@ -8,12 +8,11 @@ use offload_api::ids::DeviceIndex;
 use offload_support::units::ApproxBytes;
 
 use super::Admin;
-use super::devices::DeviceChange;
+use super::catalog_change::{CATALOG_STEPS, DeviceChange, QueuedChange, catalog_steps};
 use crate::core::data::Data;
-use crate::core::operations::{Operations, ScriptFailure, ScriptId, Step, in_turn};
+use crate::core::operations::{Operations, ScriptFailure, ScriptId, Step};
 use crate::core::{CallId, JobKey, Reply};
 use crate::io::AlignedBytes;
-use crate::store::CATALOG_OFFSETS;
 use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
 use crate::store::definition::JobDefinition;
 use crate::store::manifest::{FIRST_SEQUENCE, voiding};
@@ -25,9 +24,6 @@ pub(super) const QUEUE_MAX: usize = 256;
 /// Steps of a definition's script before the catalog is written.
 const STEPS_BEFORE_CATALOG: usize = 2;
 
-/// Steps that write the catalog.
-const CATALOG_STEPS: usize = 4;
-
 pub(super) struct CatalogQueue {
     pub(super) catalog: Catalog,
     /// The change that is being written, with its script.
@@ -35,20 +31,6 @@ pub(super) struct CatalogQueue {
     waiting: VecDeque<QueuedChange>,
     /// Set when a write of the catalog failed: which catalog the devices hold is unknown until the next start.
     broken: Option<Fault>,
-}
-
-#[derive(Debug)]
-pub(super) enum QueuedChange {
-    Define {
-        key: JobKey,
-        definition: Arc<JobDefinition>,
-        local_ranks: u32,
-    },
-    Drop {
-        key: JobKey,
-        call: CallId,
-    },
-    Device(DeviceChange),
 }
 
 /// A change that is being written.
@@ -438,7 +420,7 @@ impl Admin {
     }
 }
 
-/// Writes both copies of the definition, and voids into the record slots. WrittenChange was there belonged to another job; anything else
+/// Writes both copies of the definition, and voids into the record slots. What was there belonged to another job; anything else
 /// found there later was written by a faulty drive.
 fn first_writes(metadata_device: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
     let Entry { area, job_id, .. } = entry;
@@ -447,11 +429,4 @@ fn first_writes(metadata_device: DeviceIndex, entry: &Entry, definition: Aligned
         .map(|offset| (offset, definition.clone()));
     let slots = (0..2).flat_map(|slot| voiding(area, *job_id, slot, FIRST_SEQUENCE));
     Step::writes(metadata_device, definitions.into_iter().chain(slots))
-}
-
-/// Writes one copy, then the other, so that a power cut leaves a whole one.
-pub(super) fn catalog_steps(metadata_device: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
-    let steps = in_turn(metadata_device, CATALOG_OFFSETS, catalog.encode());
-    assert_eq!(steps.len(), CATALOG_STEPS);
-    steps
 }

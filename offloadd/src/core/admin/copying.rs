@@ -9,122 +9,24 @@
 //! batch. When the write of the new definition starts, writes of tiles go to the new extents, and nothing is committed until
 //! the definition is durable.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::HashSet;
 
-use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
+use super::batch::{Batch, BatchScript, CopyIo, StayReason, TileMove};
 use super::device_table::DeviceTable;
 use super::moving::Mover;
 use crate::core::JobKey;
 use crate::core::data::{Data, Holds, NewExtent, TornRecords};
-use crate::core::operations::{Operations, ScriptEnd, ScriptFailure, ScriptId, Step, in_turn};
+use crate::core::operations::{Operations, ScriptEnd, ScriptFailure, Step, in_turn};
 use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult};
 use crate::store::tile_table::Extent;
 
 /// Tiles copied at a time: enough for a read and a write in flight on each device.
 const COPIES_MAX: usize = 8;
-
-/// Bytes of each copied tile in memory and in flight. As large as a piece of a session's read, so that a copy occupies a drive
-/// no longer.
-const PIECE_BYTES: u32 = 256 << 10;
-
-/// Tiles that move together.
-#[derive(Debug)]
-pub(super) struct Batch {
-    pub(super) key: JobKey,
-    job_id: u64,
-    moves: Vec<TileMove>,
-    /// Indices in `moves` whose copy has not begun.
-    waiting: VecDeque<usize>,
-    inflight_count: usize,
-    /// Reason why the batch fails; its copies are discarded.
-    failed: Option<Fault>,
-    /// Slots with torn records, over which voids are written before anything else.
-    cleared: Vec<usize>,
-    script: Option<(ScriptId, BatchScript)>,
-}
-
-/// Purpose of a batch's script.
-#[derive(Clone, Copy, Debug)]
-enum BatchScript {
-    /// Makes copies of tiles durable, and clears what an interrupted commit left.
-    Settle,
-    /// Writes a new revision of a definition.
-    Exchange,
-}
-
-/// One extent that moves.
-#[derive(Debug)]
-pub(super) struct TileMove {
-    pub(super) tile: u32,
-    pub(super) which: u8,
-    pub(super) from: Extent,
-    pub(super) to: Extent,
-    pub(super) bytes: u32,
-    /// `None` for an empty extent.
-    pub(super) copy: Option<CopyProgress>,
-    /// Reason why the extent stays where it is.
-    stays: Option<StayReason>,
-}
-
-#[derive(Debug)]
-enum StayReason {
-    /// The extent was written during the copy.
-    Written,
-    /// The extent cannot be read, or its bytes are not those that were committed.
-    Lost(Fault),
-}
-
-/// Progress of a copy.
-#[derive(Debug)]
-pub(super) struct CopyProgress {
-    /// Expected checksum; `None` if it is unknown.
-    expected: Option<u32>,
-    digest: ChecksumDigest,
-    done_bytes: u32,
-}
-
-/// A piece of a copy.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct CopyIo {
-    place: usize,
-    op: IoOp,
-    bytes: u32,
-}
-
-impl TileMove {
-    /// Moves an extent with `content`: `None` if it is empty, else the checksum if it is known.
-    pub(super) fn new(
-        tile: u32,
-        which: u8,
-        [from, to]: [Extent; 2],
-        bytes: u32,
-        content: Option<Option<u32>>,
-    ) -> Self {
-        Self {
-            tile,
-            which,
-            from,
-            to,
-            bytes,
-            copy: content.map(|expected| CopyProgress {
-                expected,
-                digest: ChecksumDigest::new(),
-                done_bytes: 0,
-            }),
-            stays: None,
-        }
-    }
-
-    fn piece_bytes(&self) -> u32 {
-        let done_bytes = self.copy.as_ref().map_or(0, |copy| copy.done_bytes);
-        (self.bytes - done_bytes).min(PIECE_BYTES)
-    }
-}
 
 impl Mover {
     pub(super) fn start_batch(

@@ -10,55 +10,16 @@
 //! see [`crate::store::metadata_device`].
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, DeviceNumber};
+use offload_api::ids::DeviceNumber;
 
 use super::Admin;
-use super::catalog_queue::{QueuedChange, catalog_steps};
+use super::catalog_change::{DeviceChange, QueuedChange, catalog_steps};
 use crate::core::data::Data;
 use crate::core::operations::{Operations, ScriptFailure, Step, in_turn};
 use crate::core::{Action, CallId, NewDevice, Reply};
 use crate::io::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
 use crate::store::{BLOCK, CATALOG_OFFSETS, DEVICES_MAX, SUPERBLOCK_OFFSETS};
-
-/// A change of the catalog's list of devices.
-#[derive(Clone, Debug)]
-pub(super) enum DeviceChange {
-    Add {
-        call: CallId,
-        device: DeviceIndex,
-    },
-    Drain {
-        call: CallId,
-        device: DeviceIndex,
-    },
-    /// The device has its share of the tiles.
-    Settle {
-        device: DeviceIndex,
-    },
-    /// The device is empty.
-    Remove {
-        device: DeviceIndex,
-    },
-}
-
-impl DeviceChange {
-    /// Call that waits for the change.
-    pub(super) fn call(&self) -> Option<CallId> {
-        match self {
-            Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
-            Self::Settle { .. } | Self::Remove { .. } => None,
-        }
-    }
-
-    /// Steps of its script before the catalog is written.
-    pub(super) fn steps_before_catalog(&self) -> usize {
-        match self {
-            Self::Add { .. } => 2,
-            Self::Drain { .. } | Self::Settle { .. } | Self::Remove { .. } => 0,
-        }
-    }
-}
 
 impl Admin {
     pub(in crate::core) fn add_device(

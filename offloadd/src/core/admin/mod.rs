@@ -14,6 +14,8 @@
 //!          └─ Mover: the plan, and the batch of tiles that moves now
 //! ```
 
+mod batch;
+mod catalog_change;
 mod catalog_queue;
 mod copying;
 mod device_table;

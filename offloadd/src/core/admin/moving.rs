@@ -12,10 +12,9 @@ use offload_api::ids::{DeviceIndex, Generation};
 use offload_support::units::ApproxBytes;
 
 use super::Admin;
-use super::catalog_queue::QueuedChange;
-use super::copying::{Batch, CopyIo, TileMove};
+use super::batch::{Batch, CopyIo, TileMove};
+use super::catalog_change::{DeviceChange, QueuedChange};
 use super::device_table::DeviceTable;
-use super::devices::DeviceChange;
 use crate::core::JobKey;
 use crate::core::data::{Data, Holds, JobTable, Layout, Movable};
 use crate::core::operations::Operations;

@@ -14,10 +14,8 @@ use offload_support::units::ApproxBytes;
 
 use super::job::{Job, RankState};
 use super::quota::Admission;
-use super::scratch::ScratchTile;
-use super::session::{Session, Stage, ring_entries};
-use super::stored::StoredJob;
-use super::tiles::free_extent;
+use super::session::{ScratchTile, Session, Stage, ring_entries};
+use super::stored::{StoredJob, free_extent};
 use super::{Data, JobKey};
 use crate::core::Peer;
 use crate::core::operations::Operations;

@@ -9,7 +9,6 @@
 //! as lost. With several nodes the record is `prepared`. No write of the next generation is accepted until it is confirmed,
 //! because the write would overwrite the previous generation, which another node may still need.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use offload_api::BLOB_BYTES_MAX;
@@ -18,23 +17,13 @@ use offload_api::ids::{DeviceIndex, Generation, Rank};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::Incarnation;
-use super::job::Job;
+use super::job::{Job, JobScriptPurpose};
 use super::members::{Member, poison};
-use super::script::JobScriptPurpose;
 use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply, next};
 use crate::store::manifest::{
     Mark, MarkedRecord, Record, SlotContent, blob_room_bytes, blobs_bytes_max,
 };
-
-/// The calls of one commit.
-#[derive(Debug, Default)]
-pub(super) struct CommitRound {
-    /// Call and blob of each rank.
-    pub(super) calls: BTreeMap<Rank, (CallId, Vec<u8>)>,
-    /// Whether the flushes and the record are in progress.
-    pub(super) running: bool,
-}
 
 impl Member<'_> {
     /// Commits one rank's part of a generation.

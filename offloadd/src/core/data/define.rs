@@ -5,19 +5,11 @@ use std::sync::Arc;
 use offload_api::fault::{Fault, FaultKind};
 
 use super::JobKey;
-use super::job::Job;
+use super::job::{Job, PendingDefinition};
 use super::members::Member;
 use crate::core::operations::Operations;
 use crate::core::{CallId, Reply};
 use crate::store::definition::JobDefinition;
-
-/// A definition that is being written to the catalog.
-pub(super) struct PendingDefinition {
-    definition: Arc<JobDefinition>,
-    /// Bytes reserved on devices, counted from when the definition is being written.
-    pub(super) reserved_bytes: u64,
-    waiters: Vec<CallId>,
-}
 
 /// Result of a definition.
 pub(in crate::core) enum DefineOutcome {

@@ -5,8 +5,8 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 
-use super::job::Job;
-use super::script::{JobScriptPurpose, ScriptResult};
+use super::job::{Job, JobScriptPurpose};
+use super::script::ScriptResult;
 use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply};
 use crate::store::manifest::SlotContent;

@@ -1,17 +1,18 @@
 //! A job in memory: its members (sessions), its working generation, and its state on the devices.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, Rank};
 
 use super::JobKey;
-use super::commit::CommitRound;
-use super::define::PendingDefinition;
-use super::script::JobScript;
 use super::stored::StoredJob;
-use super::tiles::ParkedWrite;
+use super::tile_io::ParkedWrite;
 use crate::core::CallId;
+use crate::core::operations::ScriptId;
+use crate::store::definition::JobDefinition;
+use crate::store::manifest::Record;
 use crate::store::recover::RecoveredJob;
 
 pub(in crate::core) struct Job {
@@ -54,6 +55,54 @@ pub(in crate::core) struct Job {
 pub(super) struct RankState {
     /// Whether it has resumed, so that its session can read and write tiles.
     pub(super) resumed: bool,
+}
+
+/// A definition that is being written to the catalog.
+pub(super) struct PendingDefinition {
+    pub(super) definition: Arc<JobDefinition>,
+    /// Bytes reserved on devices, counted from when the definition is being written.
+    pub(super) reserved_bytes: u64,
+    pub(super) waiters: Vec<CallId>,
+}
+
+/// The calls of one commit.
+#[derive(Debug, Default)]
+pub(super) struct CommitRound {
+    /// Call and blob of each rank.
+    pub(super) calls: BTreeMap<Rank, (CallId, Vec<u8>)>,
+    /// Whether the flushes and the record are in progress.
+    pub(super) running: bool,
+}
+
+/// A job's script that is under way.
+#[derive(Debug)]
+pub(super) struct JobScript {
+    pub(super) id: ScriptId,
+    pub(super) purpose: JobScriptPurpose,
+}
+
+/// Purpose of a job's script, with the values that its end needs.
+#[derive(Debug)]
+pub(super) enum JobScriptPurpose {
+    /// Discards later generations.
+    Resume {
+        generation: Generation,
+    },
+    Commit {
+        record: Record,
+    },
+    /// Withdraws the record of a failed commit.
+    Withdraw {
+        generation: Generation,
+        fault: Fault,
+    },
+    Confirm,
+    /// Marks the newest record: its tiles are being overwritten.
+    Overwrite,
+    /// Discards unreadable records.
+    Forget {
+        call: CallId,
+    },
 }
 
 impl Job {

@@ -5,7 +5,7 @@ use offload_api::ids::{DeviceIndex, Rank, SessionToken};
 
 use super::job::Job;
 use super::session::Session;
-use super::tiles::ParkedWrite;
+use super::tile_io::ParkedWrite;
 use super::{Data, Incarnation};
 use crate::core::operations::Operations;
 use crate::core::{Peer, Reply};

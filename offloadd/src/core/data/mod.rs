@@ -34,6 +34,7 @@ mod session;
 mod sessions;
 mod snapshot;
 mod stored;
+mod tile_io;
 mod tiles;
 mod transitions;
 
@@ -51,7 +52,7 @@ use crate::store::tile_table::Extent;
 use quota::Admission;
 use script::ScriptResult;
 use sessions::SessionTable;
-use tiles::TileIo;
+use tile_io::TileIo;
 
 pub use adopt::AdoptedSession;
 pub use inspect::{CommittedTile, CommittedTiles, TilePosition};

@@ -5,9 +5,8 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
 
 use super::Incarnation;
-use super::job::Job;
+use super::job::{Job, JobScriptPurpose};
 use super::members::{Member, poison};
-use super::script::JobScriptPurpose;
 use super::stored::StoredJob;
 use crate::core::operations::{Operations, ScriptFailure, Step};
 use crate::core::{CallId, Reply, next};

@@ -11,44 +11,15 @@ use offload_support::units::ApproxBytes;
 
 use super::job::Job;
 use super::members::Member;
-use super::session::{Session, Stage};
+use super::session::{ScratchTile, Session, Stage};
 use super::stored::Activity;
-use super::tiles::TileIo;
+use super::tile_io::TileIo;
 use super::{Data, Incarnation};
 use crate::core::Reply;
 use crate::io::SessionId;
 use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
 use crate::store::tile_table::Extent;
-
-#[derive(Debug)]
-pub(super) struct ScratchTile {
-    pub(super) extent: Extent,
-    bytes: u32,
-    /// Content; `None` if it was never written or the last write failed.
-    pub(super) content: Option<Version>,
-    activity: Activity,
-}
-
-impl ScratchTile {
-    pub(super) fn new(extent: Extent, bytes: u32, content: Option<Version>) -> Self {
-        Self {
-            extent,
-            bytes,
-            content,
-            activity: Activity::Idle,
-        }
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        u64::from(self.bytes)
-    }
-
-    /// Whether it has content or is being written.
-    pub(super) fn is_written(&self) -> bool {
-        self.content.is_some() || self.activity == Activity::Writing
-    }
-}
 
 /// Space that a session asks for.
 pub(in crate::core) struct ScratchRequest {

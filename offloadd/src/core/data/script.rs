@@ -1,45 +1,9 @@
 //! Scripts of jobs: a job has at most one.
 
-use offload_api::fault::Fault;
-use offload_api::ids::Generation;
-
 use super::Incarnation;
-use super::job::Job;
-use super::tiles::ParkedWrite;
-use crate::core::CallId;
-use crate::core::operations::{Operations, ScriptFailure, ScriptId, Step};
-use crate::store::manifest::Record;
-
-/// A job's script that is under way.
-#[derive(Debug)]
-pub(super) struct JobScript {
-    pub(super) id: ScriptId,
-    purpose: JobScriptPurpose,
-}
-
-/// Purpose of a job's script, with the values that its end needs.
-#[derive(Debug)]
-pub(super) enum JobScriptPurpose {
-    /// Discards later generations.
-    Resume {
-        generation: Generation,
-    },
-    Commit {
-        record: Record,
-    },
-    /// Withdraws the record of a failed commit.
-    Withdraw {
-        generation: Generation,
-        fault: Fault,
-    },
-    Confirm,
-    /// Marks the newest record: its tiles are being overwritten.
-    Overwrite,
-    /// Discards unreadable records.
-    Forget {
-        call: CallId,
-    },
-}
+use super::job::{Job, JobScript, JobScriptPurpose};
+use super::tile_io::ParkedWrite;
+use crate::core::operations::{Operations, ScriptFailure, Step};
 
 /// What is left to do outside of the job when its script has ended.
 pub(super) enum ScriptResult {

@@ -14,11 +14,13 @@ use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, RankState};
-use super::scratch::ScratchTile;
+use super::stored::Activity;
 use super::{AdminNote, Data, JobKey};
 use crate::core::operations::Operations;
 use crate::core::{Action, CallId, DeviceState, OpenReply, OpenSession, Peer, Reply};
 use crate::io::{IoId, SessionId};
+use crate::store::manifest::Version;
+use crate::store::tile_table::Extent;
 
 pub(super) struct Session {
     pub(super) id: SessionId,
@@ -42,6 +44,16 @@ pub(super) struct Session {
     pub(super) scratch: Vec<ScratchTile>,
 }
 
+/// A tile of a session's own: see [`super::scratch`].
+#[derive(Debug)]
+pub(super) struct ScratchTile {
+    pub(super) extent: Extent,
+    pub(super) bytes: u32,
+    /// Content; `None` if it was never written or the last write failed.
+    pub(super) content: Option<Version>,
+    pub(super) activity: Activity,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// The driver is making the arena; the open call waits.
@@ -60,6 +72,26 @@ pub(super) const fn ring_entries(iodepth: u32) -> u32 {
 }
 
 const _: () = assert!(ring_entries(IODEPTH_MAX) <= RING_ENTRIES_MAX);
+
+impl ScratchTile {
+    pub(super) fn new(extent: Extent, bytes: u32, content: Option<Version>) -> Self {
+        Self {
+            extent,
+            bytes,
+            content,
+            activity: Activity::Idle,
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        u64::from(self.bytes)
+    }
+
+    /// Whether it has content or is being written.
+    pub(super) fn is_written(&self) -> bool {
+        self.content.is_some() || self.activity == Activity::Writing
+    }
+}
 
 impl Session {
     /// Bytes of its scratch tiles on devices.

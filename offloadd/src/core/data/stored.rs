@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use offload_api::ids::{Generation, TileIndex};
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::tiles::free_extent;
 use crate::core::{GenerationRecord, JobRecord};
 use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
@@ -175,5 +175,15 @@ impl StoredJob {
             generations: resumable(&self.slots).into_iter().map(generation).collect(),
             clean: self.clean(),
         }
+    }
+}
+
+/// Returns the extent for a write: the one that does not hold the committed version.
+pub(super) fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
+    let used = committed.map(|version| version.which);
+    match (durability, used) {
+        (Durability::None, _) | (_, None) => 0,
+        (_, Some(used)) if is_disabled(Safeguard::OutOfPlace) => used,
+        (_, Some(used)) => 1 - used,
     }
 }

@@ -6,39 +6,19 @@ use offload_api::ids::{DeviceNumber, Epoch};
 use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::Job;
+use super::job::{Job, JobScriptPurpose};
 use super::members::{Member, poison};
-use super::script::{JobScriptPurpose, ScriptResult};
+use super::script::ScriptResult;
 use super::session::{Session, Stage};
-use super::stored::Activity;
-use super::{AdminNote, Data, Incarnation, JobKey};
+use super::stored::{Activity, free_extent};
+use super::tile_io::{ParkedWrite, TileIo};
+use super::{AdminNote, Data, Incarnation};
 use crate::core::Action;
 use crate::core::operations::{Operations, ScriptFailure, Step, errno_kind};
 use crate::io::{Buffer, IoId, IoOp, IoResult, SessionId};
 use crate::store::definition::{Durability, Tile, TileKind};
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
 use crate::store::tile_table::Extent;
-
-/// One tile in flight.
-#[derive(Clone, Debug)]
-pub(super) struct TileIo {
-    pub(super) session: SessionId,
-    pub(super) key: JobKey,
-    pub(super) request: Request,
-    pub(super) extent: Extent,
-    pub(super) bytes: u32,
-    /// Swap in: version that is expected. Swap out: version that is written.
-    pub(super) version: Version,
-    /// Index of a scratch tile; `None` for a tile of the job.
-    pub(super) scratch: Option<usize>,
-}
-
-/// A write that waits until its job is marked as being overwritten.
-#[derive(Clone, Debug)]
-pub(super) struct ParkedWrite {
-    pub(super) tile: TileIo,
-    place: SlotPlace,
-}
 
 impl Data {
     pub(in crate::core) fn on_submission(
@@ -377,16 +357,6 @@ impl Job {
                 ScriptResult::CannotOverwrite(parked)
             }
         }
-    }
-}
-
-/// Returns the extent for a write: the one that does not hold the committed version.
-pub(super) fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
-    let used = committed.map(|version| version.which);
-    match (durability, used) {
-        (Durability::None, _) | (_, None) => 0,
-        (_, Some(used)) if is_disabled(Safeguard::OutOfPlace) => used,
-        (_, Some(used)) => 1 - used,
     }
 }
 

@@ -15,8 +15,7 @@ use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
-use super::script::ScriptId;
-use super::{Operation, Operations};
+use super::{Operation, Operations, ScriptId};
 use crate::io::{Buffer, IoOp, IoResult};
 
 /// A flush under way.

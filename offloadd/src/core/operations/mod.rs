@@ -6,7 +6,7 @@ mod flush;
 mod script;
 
 pub(super) use flush::Waiter;
-pub(super) use script::{ScriptEnd, ScriptFailure, ScriptId, Step, in_turn};
+pub(super) use script::{ScriptEnd, ScriptFailure, Step, in_turn};
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -19,6 +19,10 @@ use crate::io::{Buffer, IoId, IoOp, failure};
 use crate::quota::Weights;
 use flush::Flush;
 use script::Script;
+
+/// A script that has not ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ScriptId(u64);
 
 /// Operations and actions asked for by `data` and `admin`.
 pub(super) struct Operations {

@@ -10,7 +10,7 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
 use super::flush::Waiter;
-use super::{Operation, Operations};
+use super::{Operation, Operations, ScriptId};
 use crate::io::{AlignedBytes, Buffer, IoOp};
 
 /// Limit of operations in flight per script.
@@ -18,9 +18,6 @@ const INFLIGHT_MAX: usize = 8;
 
 /// Largest write of a script: a piece of a large structure, of the size of a large tile.
 const WRITE_BYTES_MAX: usize = 4 << 20;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::core) struct ScriptId(u64);
 
 #[derive(Debug)]
 struct MetaIo {

@@ -11,10 +11,9 @@ use std::collections::BTreeSet;
 
 use offload_api::ids::DeviceIndex;
 
-use super::catalog::{Catalog, Entry, Phase};
+use super::catalog::{Catalog, Entry, Phase, forget_catalogs};
 use super::dual_copy::{Consequence, Note, Reader, Repair};
 use super::manifest::{self, Mark, SlotContent};
-use super::metadata_device;
 use super::placement::{Space, rate};
 use super::superblock::{StoreId, Superblock};
 use super::tile_table::TileTable;
@@ -237,11 +236,11 @@ pub fn repair(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<()
     }
     let Stale { whole, parts } = std::mem::take(&mut store.stale);
     for position in parts {
-        metadata_device::forget_catalogs(blocks, position)?;
+        forget_catalogs(blocks, position)?;
     }
     for position in whole {
         // The newer catalog counts in any case, and a drive that refuses writes is failing.
-        if let Err(error) = metadata_device::forget_catalogs(blocks, position) {
+        if let Err(error) = forget_catalogs(blocks, position) {
             store.notes.push(Note {
                 path: blocks.path(position).to_owned(),
                 offset: error.offset,

@@ -3,7 +3,7 @@
 use offloadd::core::{Event, Moves};
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
-use offloadd::store::format::MeasuredRates;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::verify::verify;
 use offloadd::store::{BLOCK, DATA_OFFSET, StoreError, recover};
 use test_hooks::random::SimRandom;

@@ -5,7 +5,7 @@ use offload_api::fault::FaultKind;
 use offloadd::blocks::Blocks;
 use offloadd::core::{Call, Moves};
 use offloadd::store::definition::Durability;
-use offloadd::store::format::MeasuredRates;
+use offloadd::store::superblock::MeasuredRates;
 use offloadd::store::{CATALOG_OFFSETS, recover};
 use test_hooks::random::SimRandom;
 

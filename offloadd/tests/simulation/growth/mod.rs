@@ -10,8 +10,8 @@ mod measured;
 use crate::disks::SimDisks;
 use offloadd::blocks::Blocks;
 use offloadd::core::Reply;
-use offloadd::store::format::MeasuredRates;
 use offloadd::store::recover;
+use offloadd::store::superblock::MeasuredRates;
 
 use super::world::{Process, World};
 

@@ -22,9 +22,6 @@ const EPOCHS_USUAL: f64 = 4.0;
 /// Steps below which a run whose length is set in epochs is warned about: most of them would be warm-up.
 const STEPS_FEW: u64 = 10;
 
-/// Value of `train.steps` before [`RunSettings::set_windows`] in a run whose length is set in epochs.
-pub(super) const STEPS_UNKNOWN: u64 = u64::MAX;
-
 /// Settings of a run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSettings {

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use test_hooks::kill_point::{Point, reach};
 
 use super::checkpoint::{FINGERPRINT_BYTES, flush};
-use super::dir::make_dir;
+use super::paths::make_dir;
 use super::{CheckpointError, SavedFile};
 use crate::fingerprint::Fingerprint;
 use crate::ranks::{RankError, Ranks};

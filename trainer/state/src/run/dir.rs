@@ -10,7 +10,9 @@ use serde_json::Value;
 
 use super::Checkpoints;
 use super::copies::received;
+use super::dir_error::DirError;
 use super::identity::{self, Origin, RunId};
+use super::paths::{make_dir, resolved};
 use crate::metrics::MetricsFile;
 
 /// Time to wait for the lock. A trainer that is killed while it starts a program leaves a copy of its lock
@@ -38,7 +40,7 @@ pub struct RunDescription {
     /// Identity of the run, as in the file `job`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<RunId>,
-    /// Number of nodes that hold the state together, or [`INCOMPLETE`].
+    /// Number of nodes that hold the state together, or [`INCOMPLETE`](super::INCOMPLETE).
     #[serde(default = "one_node", skip_serializing_if = "is_one_node")]
     pub nodes: u32,
     /// Milliseconds since 1970 when the run last took its state from initial weights or from a checkpoint. A node with a smaller
@@ -46,9 +48,6 @@ pub struct RunDescription {
     #[serde(default)]
     pub begun_unix_ms: u64,
 }
-
-/// Number of nodes while they take their state from a checkpoint, and in a copy on another node: no node's part can be resumed.
-pub const INCOMPLETE: u32 = 0;
 
 /// `store` value in `run.json` for state that is kept only in checkpoints.
 pub const STORE_IN_DIR: &str = "in the run directory";
@@ -77,65 +76,6 @@ impl RunDescription {
         }
         let [before, now] = [&*before, dir].map(|path| format!("{}/", path.display()));
         self.store = self.store.replace(&before, &now);
-    }
-}
-
-/// Error of using a run directory.
-#[derive(Debug, thiserror::Error)]
-pub enum DirError {
-    #[error("train.run_dir: cannot {verb} {}: {source}", path.display())]
-    Io {
-        verb: &'static str,
-        path: PathBuf,
-        source: std::io::Error,
-    },
-    #[error("{} is not UTF-8 text, as the files of a run must contain it: rename that directory, or use another one", path.display())]
-    NotText { path: PathBuf },
-    #[error("{message}")]
-    Checkpoints { message: String },
-    #[error("train.run_dir: another trainer is using {}: wait until it has ended", path.display())]
-    Busy { path: PathBuf },
-    #[error(
-        "node {node}: {} holds {found}, and this run is {expected}: number the nodes as at the run's first start, set another train.run_dir, or delete what is there with `trainer remove {}`",
-        path.display(), path.display()
-    )]
-    OtherRun {
-        node: u32,
-        path: PathBuf,
-        found: String,
-        expected: String,
-    },
-    #[error(
-        "the run in {} {}: {}resume from a checkpoint with --resume-from STEP (`trainer runs` lists them) or --resume-from newest, or start again with --fresh",
-        path.display(), kept_on(*was, *now), if *was == INCOMPLETE { "" } else { "start as many, " }
-    )]
-    Nodes { path: PathBuf, was: u32, now: u32 },
-    #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
-    Damaged { path: PathBuf, message: String },
-    #[error(
-        "node {node}: the state in {} is older than the run, which has since begun anew or resumed from a checkpoint without this node: resume with --resume-from newest",
-        path.display()
-    )]
-    Outdated { node: u32, path: PathBuf },
-    #[error(
-        "{} holds another run: {what} was {was} and is now {now}. Set it back, use another train.run_dir, or start again with --fresh, which deletes the run",
-        path.display()
-    )]
-    Changed {
-        path: PathBuf,
-        what: String,
-        was: String,
-        now: String,
-    },
-}
-
-fn kept_on(was: u32, now: u32) -> String {
-    match was {
-        INCOMPLETE => {
-            "was interrupted while it took its state from a checkpoint, or was copied from another node"
-                .to_owned()
-        }
-        _ => format!("keeps its state on {was} node(s), and this start has {now}"),
     }
 }
 
@@ -480,22 +420,6 @@ fn read_description(run_dir: &Path) -> Result<Option<RunDescription>, DirError> 
     Ok(Some(description))
 }
 
-/// Absolute path with symbolic links resolved as far as it exists: it does not change when the directory is
-/// created.
-pub fn resolved(path: &Path) -> PathBuf {
-    let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
-    let existing = whole
-        .ancestors()
-        .find_map(|ancestor| Some((ancestor, fs::canonicalize(ancestor).ok()?)));
-    match existing {
-        Some((ancestor, real)) => match whole.strip_prefix(ancestor) {
-            Ok(rest) if !rest.as_os_str().is_empty() => real.join(rest),
-            _ => real,
-        },
-        None => whole,
-    }
-}
-
 /// Value that differs.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Difference {
@@ -598,18 +522,6 @@ fn public_name(path: &str) -> String {
         (rest.is_empty() || rest.starts_with('.')).then(|| format!("{name}{rest}"))
     });
     known.unwrap_or_else(|| path.to_owned())
-}
-
-/// Creates the directory and its parents and syncs each parent, so that files synced inside survive a power
-/// loss.
-pub fn make_dir(path: &Path) -> std::io::Result<()> {
-    let whole = resolved(path);
-    let missing = whole.ancestors().filter(|ancestor| !ancestor.exists());
-    let above: Vec<&Path> = missing.filter_map(Path::parent).collect();
-    fs::create_dir_all(&whole)?;
-    above
-        .into_iter()
-        .try_for_each(|dir| File::open(dir)?.sync_all())
 }
 
 pub(super) fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), DirError> {

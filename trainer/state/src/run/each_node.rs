@@ -19,7 +19,8 @@ use test_hooks::kill_point::{Point, reach};
 
 use super::checkpoint::DESCRIPTION;
 use super::copies::{SentFile, agree, copy};
-use super::dir::{self, INCOMPLETE};
+use super::dir;
+use super::dir_error::INCOMPLETE;
 use super::identity;
 use super::{
     Checkpoint, CheckpointDescription, CheckpointError, Checkpoints, ModelFiles, RunDir, RunId,

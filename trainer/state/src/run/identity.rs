@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::dir::DirError;
+use super::dir_error::DirError;
 
 /// The identity of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,7 +14,6 @@ use training_settings::resolve::{
 };
 use training_settings::resolve::{optimizer as any_optimizer, reports, schedule};
 
-use super::settings::STEPS_UNKNOWN;
 use super::toml::{ConfigToml, TrainToml};
 use super::{Batch, LrSchedule, Reader, Remarks, RunSettings, SettingsError, WrittenFor};
 
@@ -202,6 +201,9 @@ fn batch(
     };
     Ok((batch, found.ranks as u32))
 }
+
+/// Value of `train.steps` before [`RunSettings::set_windows`](super::RunSettings::set_windows) in a run whose length is set in epochs.
+const STEPS_UNKNOWN: u64 = u64::MAX;
 
 /// Resolves the two numbers that every run file contains. The number of steps of a run whose length is set in
 /// epochs is not known yet.

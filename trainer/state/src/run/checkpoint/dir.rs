@@ -7,7 +7,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use super::{CheckpointDescription, CheckpointError};
-use crate::run::dir::{make_dir, resolved};
+use crate::run::paths::{make_dir, resolved};
 use crate::store::free_bytes;
 
 const PREFIX: &str = "step-";

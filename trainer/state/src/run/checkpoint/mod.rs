@@ -24,7 +24,7 @@ mod write;
 use offload_support::units::ApproxBytes;
 use std::path::{Path, PathBuf};
 
-use super::dir::DirError;
+use super::dir_error::DirError;
 use crate::ranks::RankError;
 pub(super) use description::DESCRIPTION;
 pub use description::{CheckpointDescription, SavedFile};
