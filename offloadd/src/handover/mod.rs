@@ -17,6 +17,14 @@
 //! wrote: each incarnation writes the store's catalog before it serves, and the state names the last sequence it knows. The
 //! names of descriptors contain the number of the hand-over, so that leftovers of another hand-over are not mixed in.
 //!
+//! The state has tiles written since the last commit, and scratch tiles, because a restart cannot wait until there are none:
+//!
+//! - A service manager that asks a daemon to end cannot be refused: it kills the daemon when the time for a stop has passed.
+//! - A job commits when its process asks. A run with half of its state in host memory does so every 20 steps of many seconds, one
+//!   with `commit_every = 0` at its end. A job that were held at its commit would wait for all others.
+//! - Scratch tiles belong to no generation. Gradients of the next step are written there while a commit is in progress, and no
+//!   record has their extents and checksums.
+//!
 //! Size: seven descriptors a session, and 40 bytes for each tile written since the last commit, some megabytes in all. The
 //! names of all descriptors go into one environment variable of at most 128 KiB; this and the unit's limit bound the sessions.
 
