@@ -27,6 +27,7 @@ SOURCES = {
         [("Where a step's time goes", "PyTorch compiled, activations kept (`plain"), "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
+    "6.74 billion": [[("Products in 8 bits", "6.74 G"), ("Products in 8 bits", "6.74 G")], [], []],
     "host memory, nothing kept on the GPU": [
         [("A part of the state in GPU memory", "host memory (`offload.gpu_resident_fraction = 0`)"), "host"],
         ["fsdp-cpu-prefetch"],

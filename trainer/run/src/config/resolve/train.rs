@@ -30,40 +30,16 @@ pub(super) fn train(
     faults: &mut Faults,
 ) -> Option<TrainSettings> {
     let train = &config.train;
+    let matmuls = faults.collect(word(
+        "train.matmuls",
+        train.matmuls.as_deref(),
+        &[("dtype", Matmuls::InDtype), ("fp8", Matmuls::Fp8)],
+    ));
     let stop_after = train.stop_after.unwrap_or(steps);
     if config.train.steps.is_some() || config.train.epochs.is_some() {
         faults.collect(within("train.stop_after", stop_after, steps.min(1), steps));
     }
-    let eval_every = match train.eval_every {
-        None | Some(toml::Interval::Steps(0)) => Interval::Never,
-        Some(toml::Interval::Steps(steps)) => Interval::Steps(steps),
-        Some(toml::Interval::Epoch(_)) => Interval::Epoch,
-    };
-    if eval_every == Interval::Never {
-        for (key, given) in [
-            (
-                "train.early_stopping_patience",
-                train.early_stopping_patience.is_some_and(|count| count > 0),
-            ),
-            ("train.checkpoint_best", train.checkpoint_best == Some(true)),
-        ] {
-            if given {
-                faults.0.push(value(
-                    key,
-                    "needs evaluations: set train.eval_every, for example \"epoch\"",
-                ));
-            }
-        }
-    }
-    if eval_every != Interval::Never
-        && data
-            .is_some_and(|data| data.validation_fraction.get() == 0.0 && data.eval_files.is_empty())
-    {
-        faults.0.push(value(
-            "train.eval_every",
-            "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
-        ));
-    }
+    let eval_every = eval_every(train, data, faults);
     let checkpoint_every = checkpoint_every(train, faults);
     let eval_batches = train.eval_batches;
     let steps_per_print = config.steps_per_print.map(Steps::number);
@@ -105,11 +81,6 @@ pub(super) fn train(
             ("torch", AttentionChoice::Torch),
         ],
     ));
-    let matmuls = faults.collect(word(
-        "train.matmuls",
-        train.matmuls.as_deref(),
-        &[("dtype", Matmuls::InDtype), ("fp8", Matmuls::Fp8)],
-    ));
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         epochs: train.epochs,
@@ -136,6 +107,41 @@ pub(super) fn train(
         mlp_chunks: train.mlp_chunks.unwrap_or(1) as usize,
         micro_batch_group: micro_batch_group(train, faults),
     })
+}
+
+/// Resolves the interval between evaluations, with what needs them and what they need.
+fn eval_every(train: &TrainToml, data: Option<&DataSettings>, faults: &mut Faults) -> Interval {
+    let eval_every = match train.eval_every {
+        None | Some(toml::Interval::Steps(0)) => Interval::Never,
+        Some(toml::Interval::Steps(steps)) => Interval::Steps(steps),
+        Some(toml::Interval::Epoch(_)) => Interval::Epoch,
+    };
+    if eval_every == Interval::Never {
+        for (key, given) in [
+            (
+                "train.early_stopping_patience",
+                train.early_stopping_patience.is_some_and(|count| count > 0),
+            ),
+            ("train.checkpoint_best", train.checkpoint_best == Some(true)),
+        ] {
+            if given {
+                faults.0.push(value(
+                    key,
+                    "needs evaluations: set train.eval_every, for example \"epoch\"",
+                ));
+            }
+        }
+    }
+    if eval_every != Interval::Never
+        && data
+            .is_some_and(|data| data.validation_fraction.get() == 0.0 && data.eval_files.is_empty())
+    {
+        faults.0.push(value(
+            "train.eval_every",
+            "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
+        ));
+    }
+    eval_every
 }
 
 /// Resolves the number of micro-batches that are processed together; `None` if the plan chooses.
