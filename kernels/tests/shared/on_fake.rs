@@ -1,5 +1,6 @@
 //! Runs tests of the program that contains it again, on a fake GPU driver (`tests/gpu/fake`).
 
+use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
@@ -69,7 +70,7 @@ pub(crate) fn run_on_fake(
         .arg("--show-output")
         // Spilled registers occur only on a GPU.
         .args(["--skip", "no_kernel_spills_registers"])
-        .env("LD_LIBRARY_PATH", dir.path())
+        .env("LD_LIBRARY_PATH", before_others(dir.path()))
         .env(DRIVER, dir.path().join(libraries[0]))
         .stderr(output.try_clone().unwrap())
         .stdout(output)
@@ -86,6 +87,16 @@ pub(crate) fn run_on_fake(
     assert!(output.contains(info), "another driver was found:\n{output}");
     let passed = output.matches(" ... ok").count();
     assert!(passed >= passed_min, "only {passed} tests ran:\n{output}");
+}
+
+/// A value of LD_LIBRARY_PATH with `dir` first: a program that was carried finds torch by the others.
+fn before_others(dir: &Path) -> OsString {
+    let mut path = dir.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(others);
+    }
+    path
 }
 
 /// Waits for the process; `None` if it had to be killed, because the work of a stream never ended.

@@ -202,8 +202,32 @@ impl Mover {
 /// Most elements whose earlier sums come to the GPU at a time.
 const EARLIER_ELEMS_MAX: usize = 16 << 20;
 
+/// Memory of the GPU's driver, beside PyTorch's allocator, which keeps what tensors no longer use.
+struct DriverMemory {
+    gpu: Gpu,
+    /// Python's function that makes PyTorch's allocator give back what it does not use.
+    give_back: Py<PyAny>,
+}
+
+impl DriverMemory {
+    /// Allocates `bytes`, if need be after PyTorch has given back what it does not use.
+    fn alloc(&self, bytes: usize) -> Result<DeviceBuffer, GpuError> {
+        let refused = match self.gpu.alloc(bytes) {
+            Err(error) if error.is_out_of_memory() => error,
+            done => return done,
+        };
+        let given_back = Python::attach(|py| self.give_back.call0(py).is_ok());
+        if given_back {
+            self.gpu.alloc(bytes)
+        } else {
+            Err(refused)
+        }
+    }
+}
+
 /// Sums over gradients, made on the GPU.
 struct Sums {
+    memory: DriverMemory,
     /// Sum of squares of each parameter's gradients: one f64 a parameter on the GPU, and memory for the kernels.
     squares: DeviceBuffer,
     scratch: DeviceBuffer,
@@ -250,7 +274,7 @@ impl Sums {
             Some(earlier) => earlier,
             None => {
                 // Of the largest type: units may differ in theirs.
-                let room = || gpu.alloc(self.earlier_elems * size_of::<f32>());
+                let room = || self.memory.alloc(self.earlier_elems * size_of::<f32>());
                 let earlier = [room()?, room()?];
                 self.earlier.get_or_init(|| earlier)
             }
@@ -318,9 +342,10 @@ impl GpuMover {
 
 #[pymethods]
 impl GpuMover {
-    /// Starts moving the units of `core` to and from GPU `index`: pins the host memory they pass through.
+    /// Starts moving the units of `core` to and from GPU `index`: pins the host memory they pass through. `give_back()` makes PyTorch's
+    /// allocator give back memory of the GPU that it does not use; it is called where the driver has none left.
     #[staticmethod]
-    fn open(py: Python<'_>, core: Py<Core>, index: u32) -> PyResult<Self> {
+    fn open(py: Python<'_>, core: Py<Core>, index: u32, give_back: Py<PyAny>) -> PyResult<Self> {
         let (arena, units) = core.get().with(py, |run| {
             let mut first = 0;
             let layout = run.swapper.layout();
@@ -358,9 +383,14 @@ impl GpuMover {
             let params = units.iter().flat_map(|unit| &unit.params);
             let largest = params.clone().map(|param| param.elems).max().unwrap_or(0);
             let largest_unit = units.iter().map(|unit| unit.elems).max().unwrap_or(0);
+            let memory = DriverMemory {
+                gpu: gpu.clone(),
+                give_back,
+            };
             let sums = Sums {
-                squares: gpu.alloc(params.count() * SQUARES_BYTES)?,
-                scratch: gpu.alloc(sum_squares_scratch_bytes(largest as usize))?,
+                squares: memory.alloc(params.count() * SQUARES_BYTES)?,
+                scratch: memory.alloc(sum_squares_scratch_bytes(largest as usize))?,
+                memory,
                 earlier: OnceLock::new(),
                 earlier_elems: EARLIER_ELEMS_MAX.min(largest_unit as usize),
             };

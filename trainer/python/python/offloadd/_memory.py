@@ -174,7 +174,7 @@ class GpuDevice:
 
     def open(self, core: Any) -> Any:
         """The engine's side. Memory of units is allocated on its stream `room` from now on."""
-        mover = _offloadd.GpuMover.open(core, self.index)
+        mover = _offloadd.GpuMover.open(core, self.index, self.give_back)
         self._room = torch.cuda.ExternalStream(mover.room, device=self.device)
         return mover
 
@@ -209,10 +209,15 @@ class GpuDevice:
         """Copies to host memory and back, on a stream of their own."""
         return GpuCopies(self.device)
 
+    def give_back(self) -> None:
+        """Gives the driver what the allocator holds and no tensor uses: the engine allocates from the driver."""
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def shrink(self) -> None:
         """Gives back what the allocator holds, once nothing uses it."""
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self.give_back()
 
 
 def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDevice]:

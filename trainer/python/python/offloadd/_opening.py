@@ -90,6 +90,9 @@ def open_tiles(plan: Plan, layout: Layout, ranks: Ranks, state_dir: Path, resume
     exchange = meetings.link.exchange if meetings.link is not None else None
 
     def open_core() -> tuple[Any, Any, Any]:
+        if plan.gpu is not None:
+            # The script may have filled the allocator's cache before.
+            plan.gpu.give_back()
         try:
             return _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon, exchange)
         except Error as error:

@@ -57,10 +57,27 @@ class FakeGpu:
     # Bytes of its memory, of units and buffers there, and the highest of these with what `compute` took.
     size, used, used_max = 80 << 30, 0, 0
 
+    # What stands for PyTorch's cache: memory of the driver that no tensor uses.
+    cache = ctypes.c_ulonglong(0)
+
     def open(self, core):
-        mover = _offloadd.GpuMover.open(core, 0)
+        self.fill_cache()
+        mover = _offloadd.GpuMover.open(core, 0, self.give_back)
+        self.fill_cache()
         self.room = ctypes.c_size_t(mover.room)
         return WaitingMover(mover)
+
+    def fill_cache(self):
+        """Leaves the driver nothing, as PyTorch's allocator may."""
+        self.give_back()
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        call("cuMemAlloc_v2", ctypes.byref(FakeGpu.cache), free)
+
+    def give_back(self):
+        if FakeGpu.cache:
+            call("cuMemFree_v2", FakeGpu.cache)
+            FakeGpu.cache = ctypes.c_ulonglong(0)
 
     def stream(self):
         return TORCHS_STREAM
