@@ -33,8 +33,8 @@ CALLED_BY_OTHERS = {
     "lightning": "Lightning",
 }
 
-# Names that unittest and ast look for.
-LOOKED_FOR = re.compile(r"__\w+__$|test_|visit_|setUp|enter[A-Z]")
+# Names that unittest, ast and autograd look for.
+LOOKED_FOR = re.compile(r"__\w+__$|test_|visit_|setUp|enter[A-Z]|setup_context$")
 
 # Where a name counts: sources and what starts them, not what documents say.
 SOURCES = (".py", ".rs", ".sh", ".toml", ".txt", "Makefile")

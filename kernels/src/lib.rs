@@ -18,6 +18,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod cast;
+pub mod fp8;
 #[allow(unsafe_code)]
 pub mod gpu;
 mod grad_type;

@@ -6,6 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::TorchError;
+use kernels::fp8::FP8_UNIT;
 use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, SOURCES, Stream};
 
 /// Most parts of a matrix's largest value, as in the source; also the threads of a block that converts.
@@ -16,9 +17,6 @@ const LARGEST_THREADS: usize = 512;
 const TILE: usize = 128;
 /// Elements of an access to 16-bit numbers.
 const ACCESS_ELEMS: usize = 8;
-/// Rows and columns are multiples of it: what the conversion stores at once, and what the products take.
-pub const FP8_UNIT: usize = 16;
-
 /// A format of 8 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fp8Format {

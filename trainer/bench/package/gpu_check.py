@@ -10,6 +10,7 @@ pressure    a GPU that lags behind the host, orders that change: memory that is 
 tiers       none, cpu, nvme, immediate and deferred: equal losses and weights
 resident    weights that stay on the GPU, all of them and where only some have room: the same bits, and fewer units come
 inputs      inputs of checkpointed blocks that wait in host memory: the same bits, and less GPU memory
+fp8         products of Linear layers in 8 bits: the same bits wherever the state is, losses near bf16's, and milliseconds of wide layers
 scaler      autocast with fp16 and GradScaler, the same with and without offload
 habits      weights and gradients that a script reads and changes, the optimizer's state saved and loaded, random numbers of a loop that skips
             by itself, a model that is given back
@@ -641,6 +642,65 @@ class Checks:
             found.append(digest(model))
         return found, peak
 
+    def fp8(self):
+        """Products in 8 bits: the same bits wherever the state is and each time, losses near those of bf16; and how long a wide layer takes."""
+        from offloadd import _fp8
+
+        _fp8.SIDE_MIN = 16
+        if self.device == "cpu":
+            _fp8.why_not = lambda device: None
+        found = {}
+        for name, tier, matmuls in (
+            ("bf16", "none", "dtype"),
+            ("none", "none", "fp8"),
+            ("again", "none", "fp8"),
+            ("cpu", "cpu", "fp8"),
+            ("nvme", "nvme", "fp8"),
+        ):
+            model = self.llama(torch.bfloat16, "not reentrant")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            with self.prepare(model, optimizer, tier, matmuls=matmuls):
+                losses = []
+                for step in range(5):
+                    batch = self.tokens(step)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    losses.append(loss.item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[name] = losses, digest(model)
+        own = found.pop("bf16")[0]
+        for name, (losses, weights) in found.items():
+            check((losses, weights) == found["none"], f"{name}: {losses}, and {found['none'][0]} without offload")
+        near = [abs(a / b - 1) for a, b in zip(found["none"][0], own)]
+        check(max(near) < 0.05 and found["none"][0] != own, f"losses in 8 bits {found['none'][0]} and in bf16 {own}")
+        print(f"  same bits; losses within {max(near):.2%} of bf16", flush=True)
+        if self.device == "cuda":
+            self.fp8_speed(_fp8)
+
+    def fp8_speed(self, fp8):
+        """Milliseconds of forward and backward of a layer, eager and compiled."""
+        for width in (2048, 4096, 8192):
+            layer = torch.nn.Linear(width, 4 * width, bias=False, dtype=torch.bfloat16, device="cuda")
+            x = torch.randn(16384, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            line = []
+            for name, call in (
+                ("bf16", layer),
+                ("fp8", lambda x, layer=layer: fp8._forward(layer, x)),
+                ("fp8, compiled", torch.compile(lambda x, layer=layer: fp8._forward(layer, x))),
+            ):
+                grad = torch.ones_like(call(x))
+                for _ in range(3):
+                    call(x).backward(grad)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                for _ in range(10):
+                    call(x).backward(grad)
+                end.record()
+                torch.cuda.synchronize()
+                line.append(f"{name} {begin.elapsed_time(end) / 10:.2f} ms")
+            print(f"  16,384 x {width} x {4 * width}: {', '.join(line)}", flush=True)
+
     def scaler(self):
         def run(tier):
             model = self.llama(torch.float32, "not reentrant")
@@ -762,7 +822,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "resident", "inputs", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
+    parts = ("bits", "pressure", "tiers", "resident", "inputs", "fp8", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")

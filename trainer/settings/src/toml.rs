@@ -138,6 +138,10 @@ keys! {
         /// Where inputs of checkpointed blocks wait for their backward when a GPU computes: "gpu", or "cpu" (pinned host memory).
         #[default("\"gpu\"")]
         pub activations: Option<String>,
+        /// Numbers of the factors in the products of Linear layers in blocks: "dtype" (the parameters'), or "fp8" (8 bits; NVIDIA GPUs from Ada
+        /// and Hopper on, parameters in bf16), as the trainer's train.matmuls has them. The choice changes results.
+        #[default("\"dtype\"")]
+        pub matmuls: Option<String>,
         /// Fraction of the parameters' bytes that stays in the memory of the GPU that computes, in whole units, or "auto" for as much as
         /// fits beside what a step took. Frozen parameters come once then, trained ones once a step. The choice does not change results.
         #[default("\"auto\"")]

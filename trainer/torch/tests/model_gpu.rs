@@ -5,6 +5,7 @@
 
 use std::process::Command;
 
+use kernels::fp8::fp8_refusal;
 use kernels::gpu::Gpu;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer_torch::compute::{
@@ -506,12 +507,8 @@ fn products_in_8_bits_are_those_of_torch_operators_and_repeat() {
     on_gpu(
         "products_in_8_bits_are_those_of_torch_operators_and_repeat",
         |gpu| {
-            let arch = gpu.info().arch.clone();
-            let number = arch
-                .strip_prefix("sm_")
-                .and_then(|arch| arch.parse::<u32>().ok());
-            if number.is_none_or(|number| number < 89) {
-                println!("skipped: {arch} has no matrix units for 8-bit numbers");
+            if let Some(why) = fp8_refusal(gpu.info().vendor, &gpu.info().arch) {
+                println!("skipped: {why}: products in 8 bits");
                 return;
             }
             let gpu = ComputeDevice::Gpu(gpu);

@@ -60,6 +60,7 @@ class Settings:
     gradients: Optional[str]
     # "gpu" or "cpu": where inputs of checkpointed blocks wait for their backward, if a GPU computes.
     activations: str
+    matmuls: str
     # The fraction of the parameters' bytes that stays on the GPU. None: as much as has room.
     gpu_resident_fraction: Optional[float]
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.

@@ -32,6 +32,7 @@ from ._console import say
 from ._engine import Engine
 from ._errors import Error, LayoutChanged
 from ._experts import Experts
+from ._fp8 import Fp8Layers
 from ._generation import Meter
 from ._layout import Layout
 from ._memory import gpu_of
@@ -133,12 +134,16 @@ def _opened(
     """Opens a run in `directory`."""
     trains = not isinstance(optimizer, NoOptimizer)
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
+    fp8 = None
+    if settings.matmuls == "fp8":
+        blocks = [modules[unit.index] for unit in found if not unit.root]
+        fp8 = Fp8Layers(blocks, torch.device("cpu") if gpu is None else gpu.device)
     ranks.open(sum(len(unit.params) for unit in found))
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
-        begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume)
+        begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume, fp8)
         try:
             try:
                 return begin()
@@ -172,6 +177,7 @@ class Run:
         weights: Optional[Weights],
         ranks: Ranks,
         resume: bool,
+        fp8: Optional[Fp8Layers] = None,
     ) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
         self.plan, self.settings, self.run_dir = plan, plan.settings, plan.run_dir
@@ -209,6 +215,9 @@ class Run:
         self._connect(begins)
         reports.open(self.steps_done)
         self._say_how(committed, begins)
+        self._fp8 = fp8
+        if fp8 is not None:
+            fp8.begin()
         self._protected = [model, *{modules[unit.index]: None for unit in found}]
         self._register()
 
@@ -389,6 +398,8 @@ class Run:
         self.model._offloadd_run = None
         unprotect(self._protected)
         self._methods.end()
+        if self._fp8 is not None:
+            self._fp8.end()
         if self._sequences is not None:
             self._sequences.detach()
             self._sequences.group.blamed = contextlib.nullcontext

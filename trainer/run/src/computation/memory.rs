@@ -7,6 +7,7 @@
 //! attention.rs and head.rs of `trainer/torch/src/compute/`. `trainer/torch/tests/model_memory.rs` compares them with the memory of a real process.
 
 use kernels::attention::{AttentionSizes, backward_workspace_bytes, cudnn_supports};
+use kernels::fp8::FP8_UNIT;
 
 use super::{
     ActivationCheckpointing, AttentionKernel, DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX, Matmuls,
@@ -325,9 +326,6 @@ pub fn cudnn_refusal(
         format!("it takes heads of up to 256 elements in multiples of 8, and these have {head_dim}")
     })
 }
-
-/// Rows and columns of matrices in 8 bits are multiples of it.
-const FP8_UNIT: usize = 16;
 
 /// Returns why products in 8 bits cannot compute this model's blocks for micro-batches of `tokens` tokens, whatever the GPU; `None` if
 /// they can.

@@ -3,7 +3,8 @@
 //! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
-use kernels::gpu::{GpuError, Vendor};
+use kernels::fp8::fp8_refusal;
+use kernels::gpu::GpuError;
 use offload_support::memory::available_bytes;
 use serde::Serialize;
 use training_ranks::World;
@@ -274,21 +275,6 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
     }
 }
 
-/// First architecture of NVIDIA whose matrix units take 8-bit numbers: Ada, then Hopper.
-const FP8_ARCH_MIN: u32 = 89;
-
-/// Why products cannot be computed in 8 bits on this GPU; `None` if they can.
-pub(super) fn no_fp8(vendor: Vendor, arch: &str) -> Option<String> {
-    if vendor == Vendor::Hip {
-        return Some("only NVIDIA's GPUs are supported".to_owned());
-    }
-    let number = arch
-        .strip_prefix("sm_")
-        .and_then(|arch| arch.parse::<u32>().ok());
-    let old = number.is_none_or(|number| number < FP8_ARCH_MIN);
-    old.then(|| format!("this GPU ({arch}) has no matrix units for them, as those from sm_{FP8_ARCH_MIN} on have"))
-}
-
 /// Describes this process's GPU, with its free memory.
 fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError> {
     // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
@@ -299,6 +285,6 @@ fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError
         memory_bytes: gpu.free_bytes()?,
         bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
         no_cudnn: support.no_cudnn,
-        no_fp8: no_fp8(gpu.info().vendor, &gpu.info().arch),
+        no_fp8: fp8_refusal(gpu.info().vendor, &gpu.info().arch),
     })
 }

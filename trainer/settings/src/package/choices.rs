@@ -13,6 +13,7 @@ pub(super) struct Choices {
     pub(super) resident_fraction: f64,
     pub(super) gradients: Option<&'static str>,
     pub(super) activations: &'static str,
+    pub(super) matmuls: &'static str,
     pub(super) gpu_resident_fraction: Option<f64>,
     pub(super) shard: &'static str,
     pub(super) moments: &'static str,
@@ -55,6 +56,7 @@ impl Choices {
             &["auto", "cpu", "nvme"],
         );
         let activations = activations(config, faults);
+        let matmuls = one_of(faults, "offloadd.matmuls", &own.matmuls, &["dtype", "fp8"]);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
         let moments = faults.collect(moments("offloadd.moments", &own.moments, bf16));
         let master = faults.collect(master("offloadd.master", &own.master, bf16));
@@ -96,6 +98,7 @@ impl Choices {
             resident_fraction: resident_fraction?.get(),
             gradients: chosen(gradients?),
             activations: activations?,
+            matmuls: matmuls?,
             gpu_resident_fraction,
             shard: shard?,
             moments: moments?.word(),

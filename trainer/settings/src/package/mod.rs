@@ -67,6 +67,8 @@ pub struct PackageSettings {
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
     pub activations: &'static str,
+    /// Numbers of the factors in products of Linear layers.
+    pub matmuls: &'static str,
     /// `None` chooses by what the GPU has free.
     pub gpu_resident_fraction: Option<f64>,
     pub shard: &'static str,
@@ -255,6 +257,7 @@ fn resolve(
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
         activations: choices.activations,
+        matmuls: choices.matmuls,
         gpu_resident_fraction: choices.gpu_resident_fraction,
         shard: choices.shard,
         moments: choices.moments,

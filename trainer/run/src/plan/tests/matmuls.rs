@@ -1,13 +1,13 @@
 //! Products in 8 bits: what a plan refuses, and what it promises.
 
 use super::*;
-use crate::plan::hardware::no_fp8;
+use kernels::fp8::fp8_refusal;
 use kernels::gpu::Vendor;
 
 #[test]
 fn products_in_8_bits_are_refused_by_name_where_they_cannot_be_computed() {
     let fp8 = ("train.matmuls", json!("fp8"));
-    let old = no_fp8(Vendor::Cuda, "sm_86");
+    let old = fp8_refusal(Vendor::Cuda, "sm_86");
     let narrow = vec![
         ("model.head_dim", json!(72)),
         ("model.num_key_value_heads", json!(1)),
@@ -15,7 +15,7 @@ fn products_in_8_bits_are_refused_by_name_where_they_cannot_be_computed() {
     for (mut changes, no_fp8, why) in [
         (vec![], None, ""),
         (vec![], old, "this GPU (sm_86) has no matrix units for them"),
-        (vec![], no_fp8(Vendor::Hip, "gfx942"), "only NVIDIA's"),
+        (vec![], fp8_refusal(Vendor::Hip, "gfx942"), "only NVIDIA's"),
         (vec![("bf16.enabled", json!(false))], None, "\"bf16\""),
         (
             vec![("train.mlp_chunks", json!(2))],
@@ -61,8 +61,6 @@ fn products_in_8_bits_are_refused_by_name_where_they_cannot_be_computed() {
             .iter()
             .any(|problem| problem.to_string().contains("there is no GPU"))
     );
-    assert_eq!(no_fp8(Vendor::Cuda, "sm_89"), None);
-    assert_eq!(no_fp8(Vendor::Cuda, "sm_120"), None);
 }
 
 #[test]

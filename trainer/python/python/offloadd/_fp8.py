@@ -1,0 +1,138 @@
+"""Products of Linear layers in 8 bits (`offloadd.matmuls = "fp8"`), as docs/design.md defines them for the trainer too.
+
+Each factor is converted with a scale of its own, a power of two: weights and activations to E4M3, gradients to E5M2. Everything is in PyTorch's
+operators, so a compiled block fuses the conversions.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any, Iterable, NamedTuple, Optional
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from . import _offloadd
+from ._console import say
+from ._errors import NotSupported
+
+_WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+# A layer with a smaller side gains nothing: the conversion takes as long as the product saves. Routers and adapters have one.
+SIDE_MIN = 1024
+
+
+class Fp8Layers:
+    """Linear layers of a model's blocks that compute in 8 bits between `begin` and `end`."""
+
+    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
+        """Finds them. Raises `NotSupported` if the device cannot compute in 8 bits, or no layer can."""
+        if why := why_not(device):
+            raise NotSupported(f'offloadd.matmuls is "fp8", but products cannot be computed in 8 bits: {why}: leave it out, or set it to "dtype"')
+        linear = {module: None for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
+        left_out = collections.Counter(why for module in linear if (why := _why_left_out(module)))
+        self._layers = [module for module in linear if not _why_left_out(module)]
+        self._left_out = ", ".join(f"{count} {why}" for why, count in left_out.items())
+        if not self._layers:
+            raise NotSupported(
+                f'offloadd.matmuls is "fp8", but no Linear layer of the model\'s blocks can compute in 8 bits ({self._left_out or "there is none"}): '
+                'leave it out, or set it to "dtype"'
+            )
+
+    def begin(self) -> None:
+        for layer in self._layers:
+            layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+        say(f"{len(self._layers)} Linear layers multiply in 8 bits" + f"; left out: {self._left_out}" * bool(self._left_out))
+
+    def end(self) -> None:
+        """Makes them plain layers again, where nobody has replaced their forward since."""
+        for layer in self._layers:
+            found = layer.__dict__.get("forward")
+            if isinstance(found, functools.partial) and found.func is _forward:
+                del layer.__dict__["forward"]
+
+
+def why_not(device: torch.device) -> Optional[str]:
+    """Why products cannot be computed in 8 bits there; None where they can."""
+    if device.type != "cuda":
+        return "the model does not compute on a GPU"
+    return _offloadd.fp8_refusal(device.index)
+
+
+def _why_left_out(layer: nn.Linear) -> Optional[str]:
+    own = [layer.weight, *([] if layer.bias is None else [layer.bias])]
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return "with a forward of their own"
+    if any(param.dtype != torch.bfloat16 for param in own):
+        return "not in bfloat16"
+    if min(layer.in_features, layer.out_features) < SIDE_MIN:
+        return f"with a side below {SIDE_MIN}"
+    if layer.in_features % _offloadd.FP8_UNIT or layer.out_features % _offloadd.FP8_UNIT:
+        return f"with a side that is no multiple of {_offloadd.FP8_UNIT}"
+    return None
+
+
+def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.bfloat16 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.bfloat16)
+    if x.dtype != torch.bfloat16 or x.numel() == 0:
+        # An error of types, or nothing to multiply, is PyTorch's own.
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    rows = x.reshape(-1, layer.in_features)
+    count = rows.shape[0]
+    if missing := -count % _offloadd.FP8_UNIT:
+        # Rows of zeros change no scale and no sum.
+        rows = nn.functional.pad(rows, (0, 0, 0, missing))
+    return _Linear.apply(rows, layer.weight, layer.bias)[:count].view(*x.shape[:-1], layer.out_features)
+
+
+class _Numbers(NamedTuple):
+    """A matrix in 8 bits, and what its numbers are to be multiplied by."""
+
+    numbers: torch.Tensor
+    inverse_scale: torch.Tensor
+
+    @property
+    def transposed(self) -> "_Numbers":
+        """In memory too: matrix units take factors only along the dimension that is summed."""
+        return _Numbers(self.numbers.t().contiguous(), self.inverse_scale)
+
+
+def _converted(x: torch.Tensor, dtype: torch.dtype) -> _Numbers:
+    """Converts with the largest power of two as scale with which the largest number stays in the format. A matrix that is not finite becomes NaN."""
+    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)).clamp(max=126.0))
+    return _Numbers((x * scale.to(x.dtype)).to(dtype), scale.reciprocal())
+
+
+def _product(a: _Numbers, b: _Numbers, bias: Optional[torch.Tensor] = None, fast: bool = False) -> torch.Tensor:
+    """`a` [n, k] times the transposed `b` [m, k], in bf16. `fast` sums in fewer bits than fp32."""
+    scales = {"scale_a": a.inverse_scale, "scale_b": b.inverse_scale}
+    return torch._scaled_mm(a.numbers, b.numbers.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast, **scales)
+
+
+class _Linear(torch.autograd.Function):
+    """`x` [rows, inputs] times the transposed weight [outputs, inputs], plus the bias."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        return _product(_converted(x, _WEIGHTS), _converted(weight, _WEIGHTS), bias, fast=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, _ = inputs
+        of_x, of_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Optional[torch.Tensor], ...]:
+        x, weight = ctx.saved_tensors
+        of_bias = grad.sum(0, dtype=torch.float32).to(grad.dtype) if ctx.needs_input_grad[2] else None
+        if x is None and weight is None:
+            return None, None, of_bias
+        converted = _converted(grad.contiguous(), _GRADIENTS)
+        of_x = None if weight is None else _product(converted, _converted(weight, _WEIGHTS).transposed)
+        of_weight = None if x is None else _product(converted.transposed, _converted(x, _WEIGHTS).transposed)
+        return of_x, of_weight, of_bias
