@@ -27,6 +27,8 @@ pub struct GpuInfo {
     pub name: String,
     /// The compiler's name of the architecture: `sm_90`, `gfx942:sramecc+:xnack-`.
     pub arch: String,
+    /// Address among the PCI devices, as the kernel writes it: `0000:41:00.0`.
+    pub pci: String,
     /// Total memory.
     pub memory_bytes: u64,
     /// Version of the driver API: `CUDA 13.0`.

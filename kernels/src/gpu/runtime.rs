@@ -137,6 +137,12 @@ impl Runtime {
         // SAFETY: the buffer has room for 256 bytes, the terminator included, which is the length given.
         let code = unsafe { (self.driver.device_name)(name.as_mut_ptr(), 256, handle) };
         self.check(code, || format!("reading the name of device {index}"))?;
+        let mut pci: [c_char; 32] = [0; 32];
+        // SAFETY: the buffer has room for 32 bytes, the length given; an address takes 13.
+        let code = unsafe { (self.driver.device_pci)(pci.as_mut_ptr(), 32, handle) };
+        self.check(code, || {
+            format!("reading the PCI address of device {index}")
+        })?;
         // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.device_total_bytes)(&mut bytes, handle) };
         self.check(code, || format!("reading the memory of device {index}"))?;
@@ -153,11 +159,14 @@ impl Runtime {
             ),
         };
         let name = name.map(|letter| letter as u8);
+        // Drivers write hexadecimal digits in capitals, the kernel in small letters.
+        let pci = text_of(&pci.map(|letter| letter as u8)).to_ascii_lowercase();
         Ok(GpuInfo {
             vendor: self.vendor,
             index,
             name: text_of(&name),
             arch: self.arch(index, handle)?,
+            pci,
             memory_bytes: bytes as u64,
             driver,
         })

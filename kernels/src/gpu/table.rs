@@ -44,6 +44,7 @@ table! {
         device_count(*mut i32) = "cuDeviceGetCount", "hipGetDeviceCount";
         device(*mut i32, i32) = "cuDeviceGet", "hipDeviceGet";
         device_name(*mut c_char, i32, i32) = "cuDeviceGetName", "hipDeviceGetName";
+        device_pci(*mut c_char, i32, i32) = "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId";
         device_total_bytes(*mut usize, i32) = "cuDeviceTotalMem_v2", "hipDeviceTotalMem";
         memory_info(*mut usize, *mut usize) = "cuMemGetInfo_v2", "hipMemGetInfo";
         alloc(*mut u64, usize) = "cuMemAlloc_v2", "hipMalloc";

@@ -162,6 +162,14 @@ fn a_kernel_that_is_not_there_is_named() {
 fn the_same_device_is_opened_once_and_one_too_many_is_refused() {
     let Some(gpu) = gpu() else { return };
     println!("{:?}", gpu.info());
+    // As the kernel writes it: 0000:41:00.0.
+    let pci = &gpu.info().pci;
+    let digits = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
+    assert!(pci.len() >= 12 && pci.ends_with(".0"), "{pci}");
+    assert!(
+        pci.split([':', '.']).all(|part| part.chars().all(digits)),
+        "{pci}"
+    );
     let count = Gpu::count().unwrap();
     assert!(count >= 1);
     let error = Gpu::open(count).unwrap_err();

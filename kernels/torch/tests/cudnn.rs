@@ -281,6 +281,7 @@ fn other_gpus_are_refused_by_name() {
         index: 0,
         name: "a GPU".into(),
         arch: arch.into(),
+        pci: String::new(),
         memory_bytes: 0,
         driver: String::new(),
     };

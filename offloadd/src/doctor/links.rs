@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use offload_support::units::ApproxRate;
+use offload_support::pcie::Link;
 
 use super::{Roots, chosen, line};
 use crate::findings::Finding;
@@ -15,42 +15,6 @@ const GPUS: [&str; 3] = ["0x0300", "0x0302", "0x1200"];
 
 /// Vendors of GPUs, with the kernel module of each.
 const VENDORS: [(&str, &str); 2] = [("0x10de", "nvidia"), ("0x1002", "amdgpu")];
-
-/// A PCIe link: lanes, and transfers a second of each in units of 10^9.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Link {
-    lanes: u32,
-    gt_per_s: f64,
-}
-
-impl Link {
-    /// Reads the `current` or `max` link of a PCI device; `None` if it has none, as in many virtual machines.
-    fn read(device: &Path, which: &str) -> Option<Self> {
-        let text = |name| line(&device.join(format!("{which}_link_{name}")));
-        // "16.0 GT/s PCIe"
-        let speed = text("speed")?;
-        Some(Self {
-            lanes: text("width")?.parse().ok().filter(|lanes| *lanes > 0)?,
-            gt_per_s: speed.split(' ').next()?.parse().ok()?,
-        })
-    }
-
-    /// Bytes a second in each direction. A byte is 10 bits up to PCIe 2, and from PCIe 3 on 128 of 130 bits are data.
-    fn bytes_per_s(self) -> f64 {
-        let data = match self.gt_per_s {
-            slow if slow <= 5.0 => 8.0 / 10.0,
-            _ => 128.0 / 130.0,
-        };
-        f64::from(self.lanes) * self.gt_per_s * 1e9 * data / 8.0
-    }
-}
-
-impl std::fmt::Display for Link {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let rate = ApproxRate(self.bytes_per_s());
-        write!(f, "x{} at {} GT/s, {rate}", self.lanes, self.gt_per_s)
-    }
-}
 
 /// Checks the links of all GPUs and NVMe drives, the GPUs' drivers and the drives' schedulers.
 pub(super) fn examine(roots: &Roots) -> Vec<Finding> {

@@ -22,6 +22,7 @@ pub mod console;
 pub mod documents;
 pub mod memory;
 pub mod paths;
+pub mod pcie;
 pub mod plain_log;
 pub mod progress;
 pub mod retry;

@@ -1,13 +1,17 @@
 //! What a run will take before it starts: host memory, device files, bytes a step, and the bound of a step's time.
 
+use std::path::Path;
+
+use kernels::gpu::Gpu;
 use offload_support::memory::available_bytes;
+use offload_support::pcie::{self, Link};
 use pyo3::prelude::*;
 use serde::Serialize;
 use swapper::{Bound, Durability, StepRates, bound};
 use training_state::metrics::MetricsFile;
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
-    BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
+    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, bus_bytes_per_s,
 };
 use training_state::store::{StoreFiles, device_file_bytes};
 
@@ -33,6 +37,12 @@ pub(crate) fn host_available_bytes() -> Option<u64> {
 #[pyfunction]
 pub(crate) fn parse_memory(text: &str) -> PyResult<u64> {
     training_state::plan::parse_memory(text).map_err(Error::new_err)
+}
+
+/// The link of this machine's first GPU, if the kernel says it.
+fn first_link() -> Option<Link> {
+    let gpu = Gpu::open(0).ok()?;
+    Link::of_busy_gpu(&Path::new(pcie::DEVICES).join(&gpu.info().pci))
 }
 
 /// The figures of a plan; `offloadd/_plan.py` writes them for people.
@@ -83,6 +93,8 @@ impl Outlook {
             DRIVE_READ_BYTES_PER_S * drives.max(1) as f64,
             DRIVE_WRITE_BYTES_PER_S * drives.max(1) as f64,
         ));
+        // Only `python -m offloadd plan` counts bytes on the bus.
+        let bus_bytes_per_s = bus_bytes_per_s((plan.bus_bytes > 0).then(first_link).flatten());
         let last = MetricsFile::last(&plan.run_dir);
         let updated = settings.units.iter().filter(|unit| unit.trained);
         let params: u64 = updated.map(|unit| unit.elems).sum();
@@ -101,7 +113,7 @@ impl Outlook {
                     .map_or(params as f64 / (threads * UPDATE_PARAMS_PER_S), |last| {
                         last.update_s
                     }),
-                bus_s: plan.bus_bytes as f64 / BUS_BYTES_PER_S,
+                bus_s: plan.bus_bytes as f64 / bus_bytes_per_s,
                 network_s: 0.0,
             },
         );
@@ -133,7 +145,7 @@ impl Outlook {
             written_bytes: bytes.written_bytes,
             read_bytes_per_s,
             write_bytes_per_s,
-            bus_bytes_per_s: BUS_BYTES_PER_S,
+            bus_bytes_per_s,
             measured: rates.is_some(),
             bound_s: s,
             wall: wall.word(),

@@ -149,6 +149,7 @@ static int devices() {
 }
 API cuDeviceGetCount(int *count) { return *count = devices(), 0; }
 API cuDeviceGet(int *device, int index) { return *device = index, index < devices() ? 0 : INVALID_VALUE; }
+API cuDeviceGetPCIBusId(char *address, int length, int) { return snprintf(address, length, "0000:FA:4E.0"), 0; }
 API cuDeviceGetName(char *name, int length, int) { return snprintf(name, length, "fake"), 0; }
 API cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = MEMORY_BYTES, 0; }
 API cuDeviceGetAttribute(int *value, int attribute, int) { return *value = attribute == 75 ? 9 : 0, 0; }
@@ -459,6 +460,7 @@ ALSO(cuDriverGetVersion, hipDriverGetVersion);
 ALSO(cuDeviceGetCount, hipGetDeviceCount);
 ALSO(cuDeviceGet, hipDeviceGet);
 ALSO(cuDeviceGetName, hipDeviceGetName);
+ALSO(cuDeviceGetPCIBusId, hipDeviceGetPCIBusId);
 ALSO(cuDeviceTotalMem_v2, hipDeviceTotalMem);
 ALSO(cuMemGetInfo_v2, hipMemGetInfo);
 ALSO(cuMemAlloc_v2, hipMalloc);

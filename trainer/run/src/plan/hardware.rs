@@ -3,9 +3,12 @@
 //! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
+use std::path::Path;
+
 use kernels::fp8::fp8_refusal;
 use kernels::gpu::GpuError;
 use offload_support::memory::available_bytes;
+use offload_support::pcie::{self, Link};
 use serde::Serialize;
 use training_ranks::World;
 
@@ -13,7 +16,7 @@ use crate::accelerator::{self, AcceleratorError, AskTorch};
 use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
-    BUS_BYTES_PER_S, DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S,
+    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, bus_bytes_per_s,
 };
 
 /// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
@@ -269,10 +272,17 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
     GpuHardware {
         name: "as given".to_owned(),
         memory_bytes,
-        bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
+        bus_bytes_per_s: Figure::first_known(None, None, bus_bytes_per_s(None)),
         no_cudnn: Some("the GPU's architecture is not known".to_owned()),
         no_fp8: None,
     }
+}
+
+/// Rate of the bus to the GPU at `address` among the PCI `devices`, from its link.
+fn bus_of(devices: &Path, address: &str) -> Figure {
+    let link = Link::of_busy_gpu(&devices.join(address));
+    let of_link = link.map(|link| bus_bytes_per_s(Some(link)));
+    Figure::first_known(None, of_link, bus_bytes_per_s(None))
 }
 
 /// Describes this process's GPU, with its free memory.
@@ -283,8 +293,33 @@ fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError
     Ok(GpuHardware {
         name: gpu.info().name.clone(),
         memory_bytes: gpu.free_bytes()?,
-        bus_bytes_per_s: Figure::first_known(None, None, BUS_BYTES_PER_S),
+        bus_bytes_per_s: bus_of(Path::new(pcie::DEVICES), &gpu.info().pci),
         no_cudnn: support.no_cudnn,
         no_fp8: fp8_refusal(gpu.info().vendor, &gpu.info().arch),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bus_is_read_from_the_gpus_link_and_assumed_without_one() {
+        let devices = tempfile::tempdir().unwrap();
+        let gpu = devices.path().join("0000:41:00.0");
+        std::fs::create_dir(&gpu).unwrap();
+        for (name, text) in [
+            ("current_link_width", "8"),
+            ("current_link_speed", "2.5 GT/s PCIe"),
+            ("max_link_width", "16"),
+            ("max_link_speed", "16.0 GT/s PCIe"),
+        ] {
+            std::fs::write(gpu.join(name), text).unwrap();
+        }
+        let found = bus_of(devices.path(), "0000:41:00.0");
+        assert!((found.value / 12.5e9 - 1.0).abs() < 1e-3, "{found:?}");
+        assert_eq!(found.source, FigureSource::Measured);
+        let other = bus_of(devices.path(), "0000:42:00.0");
+        assert_eq!((other.value, other.source), (50e9, FigureSource::Assumed));
+    }
 }

@@ -299,6 +299,9 @@ impl Hardware {
     /// Formats all rates.
     fn rates(&self, f: &mut fmt::Formatter<'_>, with_devices: bool) -> fmt::Result {
         write!(f, "{}", Of(&self.tflops, 1.0, "TFLOPS"))?;
+        if let Some(gpu) = &self.gpu {
+            write!(f, ", bus {}", Of(&gpu.bus_bytes_per_s, 1e9, "GB/s"))?;
+        }
         if with_devices {
             write!(
                 f,
