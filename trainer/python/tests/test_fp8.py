@@ -1,11 +1,12 @@
 """Products of Linear layers in 8 bits: exact where 8 bits hold the numbers, the same bits wherever the state lies, and refused by name elsewhere."""
 
 import copy
+from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import offloadd
@@ -156,9 +157,67 @@ def test_the_state_changes_no_bit(tmp_path, small_layers, reentrant, micro_batch
     plain = net(reentrant=reentrant)
     first = inputs(1)[0]
     in_bf16 = plain(first).item()
-    layers = Fp8Layers(plain.blocks, torch.device("cpu"))
+    layers = Fp8Layers(plain, torch.device("cpu"))
     layers.begin()
     assert plain(first).item() == losses[0] != in_bf16 and abs(losses[0] / in_bf16 - 1) < 0.02
+
+
+def frozen_blocks(model):
+    model.blocks[:3].requires_grad_(False)
+
+
+def only_the_head(model):
+    model.blocks.requires_grad_(False)
+
+
+def only_biases(model):
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+
+
+@needs_daemon
+@pytest.mark.parametrize("freeze", [frozen_blocks, only_the_head, only_biases])
+@pytest.mark.parametrize("own", [{}, {"units": ["Block", "head"]}])
+def test_what_is_trained_and_moved_changes_no_layer(tmp_path, small_layers, freeze, own, capfd):
+    found, said = [], []
+    for device in ("none", "cpu"):
+        model = net()
+        freeze(model)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        dir = tmp_path / device
+        dir.mkdir()
+        with offloadd.prepare(model, optimizer, config(device, dir, matmuls="fp8", **own), run_dir=dir / "run"):
+            assert "forward" not in model.head.__dict__
+            found.append(trained(model, optimizer))
+        said.append("12 Linear layers multiply in 8 bits" in capfd.readouterr().err)
+    assert found[0] == found[1] and said == [True, True]
+
+
+@needs_daemon
+def test_a_forward_that_was_wrapped_meanwhile_is_plain_after_the_run(tmp_path, small_layers):
+    model = net()
+    before = model(inputs(1)[0]).item()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    run = offloadd.prepare(model, optimizer, config("cpu", tmp_path, matmuls="fp8"), run_dir=tmp_path / "run")
+    layer = model.blocks[1].up
+    ours = layer.forward
+    layer.forward = lambda x: ours(x)
+    assert model(inputs(1)[0]).item() != before
+    run.close(keep=True)
+    assert model(inputs(1)[0]).item() == before
+
+
+def test_factors_of_other_memory_layouts_are_what_matrix_units_take():
+    with FakeTensorMode():
+        layer = nn.Linear(32, 48, dtype=BF16, device="cuda")
+        layer.weight = nn.Parameter(torch.empty(32, 48, dtype=BF16, device="cuda").t())
+        # As a convolution before it gives them.
+        x = torch.empty(1, 32, 16, dtype=BF16, device="cuda").transpose(1, 2)
+        with torch.no_grad():
+            assert _fp8._forward(layer, x).shape == (1, 16, 48)
+        saved = SimpleNamespace(saved_tensors=(x[0].contiguous(), layer.weight.detach()), needs_input_grad=(True, True, False))
+        grads = _fp8._Linear.backward(saved, torch.empty(48, 16, dtype=BF16, device="cuda").t())
+        assert [None if grad is None else grad.shape for grad in grads] == [(16, 32), (48, 32), None]
 
 
 @needs_daemon
@@ -176,6 +235,8 @@ def test_layers_that_compute_in_8_bits_are_said_and_plain_again_at_the_end(tmp_p
 
 @needs_daemon
 def test_adapters_over_frozen_layers_in_8_bits(tmp_path, small_layers):
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
+
     def adapted():
         torch.manual_seed(0)
         return peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False), autocast_adapter_dtype=False)
@@ -197,13 +258,20 @@ def test_compiled_blocks_have_the_bits_of_eager_ones(small_layers):
     found = []
     for compiled in (False, True):
         model = net()
-        Fp8Layers(model.blocks, torch.device("cpu")).begin()
+        Fp8Layers(model, torch.device("cpu")).begin()
         for block in model.blocks if compiled else ():
             block.compile(backend="aot_eager", fullgraph=True)
         loss = model(inputs(1)[0])
         loss.backward()
         found.append([loss.detach(), *(param.grad for param in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_quantized_layers_are_left_out(small_layers):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: make test-tools")
+    model = net()
+    quantization.quantize_(model.blocks[0], quantization.Int8WeightOnlyConfig())
+    assert Fp8Layers(model, torch.device("cpu"))._left_out.startswith("3 quantized")
 
 
 def refused(tmp_path, model, device="none", **own):

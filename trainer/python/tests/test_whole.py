@@ -11,6 +11,7 @@ from offloadd import _whole, _zero
 from offloadd._memory import HostMemory
 from ranks import on_ranks
 from test_runs import config, needs_daemon
+from toy import let_stay
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 from test_untrained import llama, prompts  # noqa: E402
@@ -204,6 +205,19 @@ def test_adapters_may_be_merged_while_weights_are_gathered_and_are_unmerged_befo
         with pytest.raises(offloadd.NotSupported, match=r"q_proj: adapters were merged while .* call unmerge_adapter\(\) before the end"):
             with CONTEXTS[context](ours.run):
                 ours.model.merge_adapter()
+
+
+def test_weights_that_stay_are_the_tiles_after_merging_rounded_them(tmp_path):
+    model = MODELS["adapters trained"](dtype=torch.float32).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run") as run, torch.no_grad():
+        let_stay(run.engine, 1)
+        pass_often(model)
+        before = model(input_ids=prompts()).logits
+        with run.gathered():
+            model.merge_adapter()
+            model.unmerge_adapter()
+        assert torch.equal(model(input_ids=prompts()).logits, before)
 
 
 @pytest.mark.parametrize("kind", ["all trained", "adapters trained"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import Any, Iterable, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import _offloadd
 from ._console import say
 from ._errors import NotSupported
+from ._units import blocks_of
 
 _WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 # A layer with a smaller side gains nothing: the conversion takes as long as the product saves. Routers and adapters have one.
@@ -24,13 +25,16 @@ SIDE_MIN = 1024
 
 
 class Fp8Layers:
-    """Linear layers of a model's blocks that compute in 8 bits between `begin` and `end`."""
+    """Linear layers of a model's blocks that compute in 8 bits between `begin` and `end`. Which ones depends on the model alone, and not on what is
+    trained or moved."""
 
-    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         """Finds them. Raises `NotSupported` if the device cannot compute in 8 bits, or no layer can."""
         if why := why_not(device):
             raise NotSupported(f'offloadd.matmuls is "fp8", but products cannot be computed in 8 bits: {why}: leave it out, or set it to "dtype"')
+        blocks = [block for _, block in blocks_of(model, None)]
         linear = {module: None for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
+        self._on = False
         left_out = collections.Counter(why for module in linear if (why := _why_left_out(module)))
         self._layers = [module for module in linear if not _why_left_out(module)]
         self._left_out = ", ".join(f"{count} {why}" for why, count in left_out.items())
@@ -41,16 +45,21 @@ class Fp8Layers:
             )
 
     def begin(self) -> None:
+        self._on = True
         for layer in self._layers:
-            layer.forward = functools.partial(_forward, layer)  # type: ignore[method-assign]
+            layer.forward = functools.partial(self._forward, layer)  # type: ignore[method-assign]
         say(f"{len(self._layers)} Linear layers multiply in 8 bits" + f"; left out: {self._left_out}" * bool(self._left_out))
 
     def end(self) -> None:
-        """Makes them plain layers again, where nobody has replaced their forward since."""
+        """Makes them plain layers again. A forward that somebody has wrapped since stays, and calls a plain one."""
+        self._on = False
         for layer in self._layers:
             found = layer.__dict__.get("forward")
-            if isinstance(found, functools.partial) and found.func is _forward:
+            if isinstance(found, functools.partial) and found.func == self._forward:
                 del layer.__dict__["forward"]
+
+    def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return _forward(layer, x) if self._on else nn.functional.linear(x, layer.weight, layer.bias)
 
 
 def why_not(device: torch.device) -> Optional[str]:
@@ -64,6 +73,8 @@ def _why_left_out(layer: nn.Linear) -> Optional[str]:
     own = [layer.weight, *([] if layer.bias is None else [layer.bias])]
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return "with a forward of their own"
+    if any(type(param) is not nn.Parameter for param in own):
+        return "quantized"
     if any(param.dtype != torch.bfloat16 for param in own):
         return "not in bfloat16"
     if min(layer.in_features, layer.out_features) < SIDE_MIN:
@@ -79,7 +90,8 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.bfloat16 or x.numel() == 0:
         # An error of types, or nothing to multiply, is PyTorch's own.
         return nn.functional.linear(x, layer.weight, layer.bias)
-    rows = x.reshape(-1, layer.in_features)
+    # Matrix units take rows that lie one after another.
+    rows = x.reshape(-1, layer.in_features).contiguous()
     count = rows.shape[0]
     if missing := -count % _offloadd.FP8_UNIT:
         # Rows of zeros change no scale and no sum.
@@ -117,7 +129,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        return _product(_converted(x, _WEIGHTS), _converted(weight, _WEIGHTS), bias, fast=True)
+        return _product(_converted(x, _WEIGHTS), _converted(weight.contiguous(), _WEIGHTS), bias, fast=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -133,6 +145,6 @@ class _Linear(torch.autograd.Function):
         if x is None and weight is None:
             return None, None, of_bias
         converted = _converted(grad.contiguous(), _GRADIENTS)
-        of_x = None if weight is None else _product(converted, _converted(weight, _WEIGHTS).transposed)
+        of_x = None if weight is None else _product(converted, _converted(weight.contiguous(), _WEIGHTS).transposed)
         of_weight = None if x is None else _product(converted.transposed, _converted(x, _WEIGHTS).transposed)
         return of_x, of_weight, of_bias

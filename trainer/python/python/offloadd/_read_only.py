@@ -25,7 +25,12 @@ def only_read(gathering: Gathering, units: Sequence[Unit], instead: str) -> Iter
     with contextlib.ExitStack() as replaced:
         for layer, name in itertools.product(layers, ("merge", "unmerge")):
             replaced.enter_context(_replaced(vars(layer), name, _accepted(gathering, layer, getattr(layer, name))))
-        yield
+        try:
+            yield
+        finally:
+            # Merging and its inverse round: what stays on a GPU is brought again, as the tiles have it.
+            for unit in gathering.units_with([param for layer in layers for param in layer.get_base_layer().parameters()]):
+                unit.written = unit.written or not gathering.leads
     for layer, before in zip(layers, merged):
         if layer.merged_adapters != before:
             raise NotSupported(

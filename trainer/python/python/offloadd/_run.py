@@ -35,7 +35,7 @@ from ._experts import Experts
 from ._fp8 import Fp8Layers
 from ._generation import Meter
 from ._layout import Layout
-from ._memory import gpu_of
+from ._memory import GpuDevice, gpu_of
 from ._model_methods import ModelMethods
 from ._moments import Moments
 from ._plan import Plan, bytes_text
@@ -134,13 +134,10 @@ def _opened(
     """Opens a run in `directory`."""
     trains = not isinstance(optimizer, NoOptimizer)
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
-    fp8 = None
-    if settings.matmuls == "fp8":
-        blocks = [modules[unit.index] for unit in found if not unit.root]
-        fp8 = Fp8Layers(blocks, torch.device("cpu") if gpu is None else gpu.device)
     ranks.open(sum(len(unit.params) for unit in found))
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
+        fp8 = ranks.together("look for layers in 8 bits", lambda: _fp8_layers(model, settings, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
         begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume, fp8)
@@ -160,6 +157,12 @@ def _opened(
         ranks.meetings.end(f"{type(error).__name__}: {error}")
         ranks.meetings.close()
         raise
+
+
+def _fp8_layers(model: nn.Module, settings: Settings, gpu: Optional[GpuDevice]) -> Optional[Fp8Layers]:
+    if settings.matmuls != "fp8":
+        return None
+    return Fp8Layers(model, torch.device("cpu") if gpu is None else gpu.device)
 
 
 class Run:
@@ -215,11 +218,11 @@ class Run:
         self._connect(begins)
         reports.open(self.steps_done)
         self._say_how(committed, begins)
+        self._protected = [model, *{modules[unit.index]: None for unit in found}]
         self._fp8 = fp8
+        self._register()
         if fp8 is not None:
             fp8.begin()
-        self._protected = [model, *{modules[unit.index]: None for unit in found}]
-        self._register()
 
     def _open_content(self, weights: Optional[Weights], committed: Optional[dict[str, Any]], begins: bool) -> None:
         """Gives the tiles their first content where the run begins, and otherwise continues after the step that was `committed`."""
