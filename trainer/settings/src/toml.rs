@@ -655,7 +655,7 @@ keys! {
         pub deterministic: Option<bool>,
         /// Numbers of the factors in the products of blocks: "dtype" (the model's) or "fp8" (8 bits, up to twice as fast; NVIDIA GPUs
         /// from Hopper and Ada on, with dtype "bf16"). Each factor is rounded with a scale of its own: 3 bits of mantissa for weights and
-        /// activations, 2 for gradients. Sums, weights, norms, attention and the head stay as they are. The choice changes results.
+        /// activations, 2 for gradients. Stored weights, norms, attention and the head stay as they are. The choice changes results.
         #[default("\"dtype\"")]
         #[example("\"dtype\"")]
         pub matmuls: Option<String>,

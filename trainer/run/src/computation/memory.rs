@@ -220,10 +220,11 @@ pub fn device_working_bytes(
         let parts = if deterministic { ATTENTION_PARTS } else { 0 };
         (parts * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES
     };
-    // At gate and up: both layouts of their gradients, the norm's result, and a layout of the weights.
+    // At the widest projection: both layouts of its gradients, its input, and a layout of its weights.
+    let widest = projected.max(2 * feed_forward);
     let fp8_bytes = match matmuls {
         Matmuls::InDtype => 0,
-        Matmuls::Fp8 => tokens * (4 * feed_forward + hidden) + 2 * feed_forward * hidden,
+        Matmuls::Fp8 => tokens * (2 * widest + hidden) + widest * hidden,
     };
     let written_out = |kernel: AttentionKernel| {
         // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses

@@ -19,7 +19,7 @@ pub enum AttentionKernel {
     Cudnn,
 }
 
-/// Numbers of the factors in the products of blocks; sums and results keep the dtype. The choice changes results.
+/// Numbers of the factors in the products of blocks; results keep the dtype. The choice changes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize)]
 pub enum Matmuls {
     /// Those of the dtype.

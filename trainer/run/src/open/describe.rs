@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 
+use crate::computation::Matmuls;
 use crate::config::{Durability, OptimizerKind, RunSettings};
 use crate::plan::Plan;
 use training_state::run::{RunDescription, STORE_IN_DIR, STORE_IN_PLACE, resolved};
@@ -66,7 +67,7 @@ pub(super) fn store_words(settings: &RunSettings) -> String {
 /// been read.
 pub(super) fn trained_with(settings: &RunSettings) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
-    json!({
+    let mut with = json!({
         "batch": lines["batch"],
         "ranks": lines["ranks"],
         "stage": lines["placement"]["stage"],
@@ -79,5 +80,35 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "shuffle": lines["data"]["shuffle"],
         "cross_document_attention": lines["data"]["cross_document_attention"],
         "seed": settings.train.seed,
-    })
+    });
+    // Runs that are older than this setting have none.
+    if settings.train.matmuls != Matmuls::InDtype {
+        with["matmuls"] = lines["train"]["matmuls"].clone();
+    }
+    with
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use training_state::run::differences;
+
+    #[test]
+    fn other_factors_of_products_are_named_and_runs_before_this_setting_had_the_dtype() {
+        let with = |matmuls: &str| {
+            let tree = json!({
+                "train_micro_batch_size_per_gpu": 1,
+                "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+                "data": {"files": ["text"]},
+                "train": {"steps": 1, "seq_len": 16, "matmuls": matmuls},
+            });
+            trained_with(&crate::config::check(tree, "test", None).unwrap())
+        };
+        assert!(with("dtype").get("matmuls").is_none());
+        let changes = differences(&with("dtype"), &with("fp8"));
+        let named: Vec<(&str, &str)> = (changes.iter())
+            .map(|change| (change.what.as_str(), change.now.as_str()))
+            .collect();
+        assert_eq!(named, [("matmuls", "fp8")]);
+    }
 }

@@ -84,6 +84,8 @@ pub struct Plan {
     pub checkpointing: ActivationCheckpointing,
     /// Kernels that compute attention.
     pub attention: AttentionKernel,
+    /// What products in 8 bits change, for people; `None` without them.
+    fp8_note: Option<String>,
     /// Chunks in which the MLP of a block is computed.
     pub mlp_chunks: usize,
     /// Whether block inputs are kept in host memory until a GPU's backward.
@@ -188,6 +190,7 @@ impl Plan {
             compute: ComputeMemory::default(),
             checkpointing: ActivationCheckpointing::Full,
             attention: AttentionKernel::Torch,
+            fp8_note: None,
             inputs_away: false,
             mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),

@@ -158,6 +158,7 @@ impl Plan {
         };
         self.network_bytes = network_bytes;
         self.attention_s = times.attention_s;
+        self.fp8_note = self.fp8_note(settings);
         if self.hardware.tflops.source == FigureSource::Assumed {
             self.hardware.tflops.value = self.operations.sum() / times.sum() / 1e12;
         }
@@ -175,6 +176,27 @@ impl Plan {
                 estimated.scaled_to(self.operations.sum() / (tflops.value * 1e12))
             }
         }
+    }
+
+    /// What products in 8 bits change, from the rates of kernels.
+    fn fp8_note(&self, settings: &RunSettings) -> Option<String> {
+        let train = &settings.train;
+        let time = |matmuls| {
+            self.times_with(settings, train.deterministic, matmuls)
+                .sum()
+        };
+        if train.matmuls != Matmuls::Fp8 {
+            return None;
+        }
+        let change = time(Matmuls::Fp8) / time(Matmuls::InDtype) - 1.0;
+        let change = match change {
+            ..0.0 => format!("{:.0} % less", -100.0 * change),
+            // The matrices are too small for their conversion.
+            _ => format!("{:.0} % more", 100.0 * change),
+        };
+        Some(format!(
+            "products of blocks in 8 bits: computing takes about {change} time, and their factors are rounded to 3 or 2 bits of mantissa"
+        ))
     }
 
     /// Kernels that compute most of the attention: torch's if documents are short.

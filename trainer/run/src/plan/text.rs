@@ -5,7 +5,7 @@ use std::fmt;
 use super::choices::why_no_cudnn;
 use super::figures::{Digits, Of, Seconds};
 use super::{Hardware, Plan, optimizer_device_name};
-use crate::computation::{AttentionKernel, Matmuls};
+use crate::computation::AttentionKernel;
 use crate::config::{DeviceChoice, RunSettings, Tier};
 use offload_support::units::ApproxBytes;
 
@@ -36,6 +36,9 @@ impl fmt::Display for Plan {
                 "\nchosen    {} = {}: {}",
                 choice.key, choice.value, choice.why
             )?;
+        }
+        if let Some(note) = &self.fp8_note {
+            write!(f, "\n{note}")?;
         }
         for problem in self.problems() {
             write!(f, "\nrefused   {problem}")?;
@@ -93,7 +96,7 @@ impl Plan {
         let mut lines = vec![state, memory];
         lines.extend((self.nodes() > 1).then(|| self.network_line()));
         lines.extend(self.attention_line(settings));
-        lines.extend(self.matmuls_line(settings));
+        lines.extend(self.fp8_note.clone());
         if self.steps > 0 {
             lines.push(format!(
                 "step      about {} ({:.0} tokens/s), bottleneck: {}",
@@ -133,22 +136,6 @@ impl Plan {
             );
         }
         Some(line)
-    }
-
-    /// What products in 8 bits give.
-    fn matmuls_line(&self, settings: &RunSettings) -> Option<String> {
-        if settings.train.matmuls != Matmuls::Fp8 {
-            return None;
-        }
-        let time = |matmuls| {
-            self.times_with(settings, settings.train.deterministic, matmuls)
-                .sum()
-        };
-        let less = 1.0 - time(Matmuls::Fp8) / time(Matmuls::InDtype);
-        Some(format!(
-            "products of blocks in 8 bits: computing takes about {:.0} % less time, and numbers are rounded to 3 or 2 bits of mantissa for them",
-            100.0 * less
-        ))
     }
 
     /// Where the nodes have the parameters, and what they send.

@@ -9,7 +9,7 @@ pub const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
 
 /// PCIe 5 with 16 lanes, in each direction: 55.6 GB/s were measured in one direction alone, 102 GB/s in both
 /// together.
-pub const BUS_BYTES_PER_S: f64 = 50e9;
+const BUS_BYTES_PER_S: f64 = 50e9;
 
 /// The part of a link's rate that [`BUS_BYTES_PER_S`] is: of 16 lanes of PCIe 5, 63 GB/s.
 const BUS_SHARE: f64 = BUS_BYTES_PER_S / 63.015e9;

@@ -24,6 +24,7 @@ mod kept;
 mod killed;
 mod leftovers;
 mod masters;
+mod matmuls;
 mod memory;
 mod model_dir;
 mod models;

@@ -69,6 +69,7 @@ fn the_plan_says_what_products_in_8_bits_give_and_take() {
         let settings = large("none", "none", &[("train.matmuls", json!(matmuls))]);
         let plan = Plan::new(&settings, known_h200(&settings, None)).unwrap();
         let lines = plan.overview(&settings).join("\n");
+        assert_eq!(plan.to_string().contains("in 8 bits"), matmuls == "fp8");
         (plan.bound.s, plan.gpu_bytes(), lines)
     };
     let (own, eight) = (planned("dtype"), planned("fp8"));
@@ -80,4 +81,13 @@ fn the_plan_says_what_products_in_8_bits_give_and_take() {
         eight.2
     );
     assert!(!own.2.contains("8 bits"), "{}", own.2);
+    assert!(eight.2.contains(" % less time"), "{}", eight.2);
+    // In small matrices, the conversion takes longer than what it saves.
+    let small = [
+        ("model.hidden_size", json!(512)),
+        ("train.matmuls", json!("fp8")),
+    ];
+    let settings = large("none", "none", &small);
+    let plan = Plan::new(&settings, known_h200(&settings, None)).unwrap();
+    assert!(plan.to_string().contains(" % more time"), "{plan}");
 }

@@ -27,8 +27,16 @@ pub(crate) enum Products {
 /// Largest values of a projection's factors that forward and backward convert, each found once.
 #[derive(Default)]
 pub(super) struct LargestValues {
-    input: OnceCell<Largest>,
-    weight: OnceCell<Largest>,
+    input: OnceCell<Found>,
+    weight: OnceCell<Found>,
+}
+
+/// The largest value of a factor.
+enum Found {
+    /// On the GPU.
+    Parts(Largest),
+    /// As a number; a later use must be of a factor with the same one.
+    Plain(f64),
 }
 
 /// A factor of products with its form in 8 bits, if they are computed so.
@@ -68,17 +76,19 @@ impl Products {
         own: &'a Tensor,
         format: Fp8Format,
         layout: Fp8Layout,
-        largest: &OnceCell<Largest>,
+        largest: &OnceCell<Found>,
     ) -> Result<Factor<'a>, ComputeError> {
         let fp8 = match self {
             Products::InKind => None,
-            Products::Fp8Plain => Some(plain_convert(own, format)?),
+            Products::Fp8Plain => Some(plain_convert(own, format, largest)?),
             Products::Fp8(kernels) => {
                 let x = own.f_contiguous()?;
                 if largest.get().is_none() {
-                    let _ = largest.set(kernels.largest(&x)?);
+                    let _ = largest.set(Found::Parts(kernels.largest(&x)?));
                 }
-                let largest = largest.get().expect("just found");
+                let Some(Found::Parts(largest)) = largest.get() else {
+                    unreachable!("one engine computes in one way");
+                };
                 Some(kernels.convert(&x, largest, format, layout)?)
             }
         };
@@ -159,9 +169,21 @@ fn transposed(matrix: &Fp8Matrix) -> (&Tensor, &Tensor) {
 }
 
 /// Converts with the largest power of two as scale with which the largest number stays in the format.
-fn plain_convert(x: &Tensor, format: Fp8Format) -> Result<Fp8Matrix, ComputeError> {
+fn plain_convert(
+    x: &Tensor,
+    format: Fp8Format,
+    found: &OnceCell<Found>,
+) -> Result<Fp8Matrix, ComputeError> {
     let wide = x.f_to_kind(Kind::Double)?;
     let largest = wide.f_abs()?.f_max()?.f_double_value(&[])?;
+    match found.get_or_init(|| Found::Plain(largest)) {
+        Found::Plain(before) => assert_eq!(
+            before.to_bits(),
+            largest.to_bits(),
+            "a largest value is that of its factor"
+        ),
+        Found::Parts(_) => unreachable!("one engine computes in one way"),
+    }
     let scale = if largest == 0.0 || !largest.is_finite() {
         1.0
     } else {
