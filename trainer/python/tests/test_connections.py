@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
-from offloadd import _connections  # noqa: E402
+from offloadd import _connections, _nodes  # noqa: E402
 from offloadd._connections import Connections  # noqa: E402
 
 
@@ -52,6 +52,18 @@ def test_each_side_knows_that_the_other_is_there_until_it_ends():
     # Nobody listens any more.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((store.host, json.loads(store.get("run/connect"))[0]))
+
+
+def test_a_rank_goes_on_to_look_where_the_first_one_ends_before_it_knows_who_is_connected(monkeypatch):
+    dist = pytest.importorskip("torch.distributed")
+    monkeypatch.setattr(_nodes, "_CONNECTED_S", 0.2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (_nodes.Link(store, "run", _nodes.Topology(rank, 2, (0, 1), ("one", "two"))) for rank in range(2))
+    began = time.monotonic()
+    second.start()
+    assert time.monotonic() - began < 10
+    second.close(False)
+    first._connections.close()
 
 
 def test_a_start_waits_for_those_that_have_connected_and_for_no_others(capsys):

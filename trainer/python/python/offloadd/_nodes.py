@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -27,6 +28,9 @@ from ._connections import Connections
 # Time between two states of a rank, and time without one after which the rank is gone. A rank that is connected has longer: as long as an
 # operation of torch.distributed may take by default.
 _ROUND_S, _SILENT_S, _SILENT_CONNECTED_S = 0.5, 5.0, 1800.0
+
+# Longest time for which a rank waits until rank 0 knows who is connected, before it looks itself whether rank 0 is there.
+_CONNECTED_S = 20.0
 
 # Longest pause between two looks for messages of other nodes.
 _PAUSE_S = 0.01
@@ -134,7 +138,9 @@ class Link:
         is: from then on it may keep the interpreter's lock, though no thread of its own has run."""
         key = f"{self._key}/connected"
         if self._topology.rank > 0:
-            self._store.get(key)
+            # After an error, which may be rank 0's end, the threads find out and name it.
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], timedelta(seconds=_CONNECTED_S))
         self._connections.complete()
         if self._topology.rank == 0:
             self._note_connected()
