@@ -250,6 +250,7 @@ PLANNED = {
         "with gradient checkpointing and inputs of blocks in host memory, 2 x 16 tokens: weights ",
         ", inputs of blocks of 12.0 KiB each way",
     ),
+    "--seq-len 16 --batch 2 --mlp-chunks 4 --lora 4": ("with gradient checkpointing, 2 x 16 tokens, MLPs in 4 chunks: weights ",),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
     "--seq-len 16 --lora 4 --gpu-memory 3GiB": (
@@ -340,8 +341,10 @@ def test_planned_activations_of_adapters_are_those_of_peft(llama, quantized):
 
 
 def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
-    path = tmp_path / "ds.json"
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    path, bert = tmp_path / "ds.json", tmp_path / "bert"
     path.write_text("{}")
+    transformers.BertConfig(architectures=["BertLMHeadModel"], **FAMILIES["BertLMHead"][0]).save_pretrained(bert)
     for arguments, why in (
         ((llama, "--train", "lora"), "give the rank of the adapters, as in --lora 16"),
         ((llama, "--train", "none", "--lora", 4), "--train none: --lora and --trainable say what is trained"),
@@ -350,6 +353,7 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         ((llama, "--params", 1e6), "one of them only"),
         ((path,), "one of them only"),
         ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
+        ((path, "--model", bert, "--seq-len", 9, "--mlp-chunks", 2), "offloadd.mlp_chunks = 2: the blocks of BertLMHeadModel have no module mlp"),
         ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
         ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
     ):

@@ -133,7 +133,9 @@ def divided(rank, ranks, path, cases, size):
             model.gradient_checkpointing_enable()
         optimizer = adamw(model)
         directory = path / f"{name}-{kind}-{attention}-{device}"
-        with offloadd.prepare(model, optimizer, {**config(device, path), "sequence_parallel_size": size}, run_dir=directory):
+        # Each rank's part of the tokens is in chunks, too.
+        chunks = {"mlp_chunks": 3} if attention == "eager" else {}
+        with offloadd.prepare(model, optimizer, {**config(device, path, **chunks), "sequence_parallel_size": size}, run_dir=directory):
             # Each rank's loader has every rank-th batch, as a DistributedSampler's.
             loader = sequence_parallel.Loader(batches(kind)[rank::ranks])
             losses, norms = steps(model, optimizer, loader, sequence_parallel.mean, ACCUMULATED * size // ranks, of_each=name == "gpt2")

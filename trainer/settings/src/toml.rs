@@ -142,6 +142,10 @@ keys! {
         /// and Hopper on, parameters in bf16), as the trainer's train.matmuls has them. The choice changes results.
         #[default("\"dtype\"")]
         pub matmuls: Option<String>,
+        /// Chunks of tokens in which the module `mlp` of each block is computed, one after the other, and again in backward: the
+        /// intermediate results of one chunk are in memory. Gradients are added in another order.
+        #[default("1")]
+        pub mlp_chunks: Option<u64>,
         /// Fraction of the parameters' bytes that stays in the memory of the GPU that computes, in whole units, or "auto" for as much as
         /// fits beside what a step took. Frozen parameters come once then, trained ones once a step. The choice does not change results.
         #[default("\"auto\"")]

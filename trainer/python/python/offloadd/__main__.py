@@ -45,6 +45,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--batch", type=positive, default=1, help="sequences that are computed together (%(default)s)")
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of the GPU, such as 24GiB, for the weights that stay there (what this machine's has free)")
     plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
+    plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -103,7 +104,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
     # Before layers are cut, whose code needs values then.
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len)
-    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu")
+    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", given.mlp_chunks or settings.mlp_chunks)
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.

@@ -12,8 +12,10 @@ autograd drops what it saved, whatever became of the forward.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from typing import Any, Callable, Iterable, NamedTuple, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Optional, Union
 
 import torch
 from torch import nn
@@ -264,13 +266,32 @@ def _saving(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_inputs(tensors: list[torch.Tensor]) -> Optional[tuple[Activations, list[torch.Tensor]]]:
     """Who moves some of a block's inputs, and which; of several models that whose forward is under way, else the newest."""
-    if not torch.is_grad_enabled() or _hooked() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or _staying.now or _hooked() or torch._C._are_functorch_transforms_active():
         return None
     found = [one for ref in _open if (one := ref()) is not None]
     for activations in sorted(reversed(found), key=lambda one: not one.under_way()):
         if wanted := activations.wants(tensors):
             return activations, wanted
     return None
+
+
+class _Staying(threading.local):
+    """Whether inputs of what a thread checkpoints stay where they are."""
+
+    now = False
+
+
+_staying = _Staying()
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Within it, inputs of checkpoints stay where they are: for checkpoints of parts of a block."""
+    before, _staying.now = _staying.now, True
+    try:
+        yield
+    finally:
+        _staying.now = before
 
 
 def _hooked() -> bool:

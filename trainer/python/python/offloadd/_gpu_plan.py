@@ -9,6 +9,7 @@ from torch import nn
 
 from ._errors import Error
 from ._memory import gpu_gradient_bytes
+from ._mlp_chunks import MlpChunks
 from ._plan import bytes_text
 from ._residency import Levels, margin_bytes
 from ._traced import TracedMemory, trace
@@ -24,6 +25,8 @@ class StepMemory:
     seq_len: int
     checkpointed: "TracedMemory | str | None"
     kept: "TracedMemory | str"
+    # Chunks of tokens in which MLPs are computed.
+    mlp_chunks: int = 1
 
     @property
     def moved_host_bytes(self) -> int:
@@ -74,7 +77,8 @@ class GpuPlan:
             how += " and inputs of blocks in host memory" if found.moved_bytes else ""
             without = self.total_bytes(computed.kept) if how else None
             more = f"; {bytes_text(without)} without it" if without is not None else ""
-            lines = [f"gpu       {bytes_text(total)}{how}, {computed.sequences} x {computed.seq_len} tokens: {', '.join(parts)}{more}"]
+            tokens = f"{computed.sequences} x {computed.seq_len} tokens" + f", MLPs in {computed.mlp_chunks} chunks" * (computed.mlp_chunks > 1)
+            lines = [f"gpu       {bytes_text(total)}{how}, {tokens}: {', '.join(parts)}{more}"]
         if self.bus_bytes is not None:
             forward, backward, gradients = self.bus_bytes
             back = f", gradients of {bytes_text(gradients)} from it" if gradients else ""
@@ -94,10 +98,16 @@ class GpuPlan:
         return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
 
 
-def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False) -> StepMemory:
+def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, mlp_chunks: int = 1) -> StepMemory:
     """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
-    blocks wait in host memory."""
-    return StepMemory(*shape, _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None, _traced(model, units, shape, trains))
+    blocks wait in host memory; MLPs are computed in so many chunks. Raises `NotSupported` where they cannot be."""
+    chunks = MlpChunks(model, mlp_chunks) if mlp_chunks > 1 else None
+    try:
+        checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None
+        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks)
+    finally:
+        if chunks is not None:
+            chunks.end()
 
 
 def gpu_plan(

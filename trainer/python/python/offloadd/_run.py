@@ -36,6 +36,7 @@ from ._fp8 import Fp8Layers
 from ._generation import Meter
 from ._layout import Layout
 from ._memory import GpuDevice, gpu_of
+from ._mlp_chunks import MlpChunks
 from ._model_methods import ModelMethods
 from ._moments import Moments
 from ._plan import Plan, bytes_text
@@ -97,7 +98,7 @@ def prepare(
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = not settings.parameters_stay or on_meta
-    wanted, ranks, sequences = units or settings.units or None, Ranks(), None
+    wanted, ranks, sequences, chunks = units or settings.units or None, Ranks(), None, None
     experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
@@ -107,13 +108,17 @@ def prepare(
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
         sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
+        chunks = MlpChunks(model, settings.mlp_chunks) if settings.mlp_chunks > 1 else None
         run = _opened(model, optimizer, settings, directory, found, modules, experts, list(track), weights, ranks, resume)
         run.take_sequences(sequences)
+        run.take_chunks(chunks)
     finally:
         if getattr(model, "_offloadd_run", None) is None:
             experts.undo(optimizer)
             if sequences is not None:
                 sequences.detach()
+            if chunks is not None:
+                chunks.end()
     renew(optimizer_of_script)
     return run
 
@@ -189,6 +194,7 @@ class Run:
         # Until it is whole.
         self.closed = True
         self._sequences: Optional[SequenceAttachment] = None
+        self._chunks: Optional[MlpChunks] = None
         self._process = os.getpid()
         _opening.check_given(optimizer, track, found)
         _opening.check_drives(plan, ranks)
@@ -279,6 +285,10 @@ class Run:
         self._sequences = sequences
         if sequences is not None:
             sequences.group.blamed = self.ranks.transfers.failures_blamed
+
+    def take_chunks(self, chunks: Optional[MlpChunks]) -> None:
+        """Lets MLPs be computed whole again when the run ends."""
+        self._chunks = chunks
 
     # Training
 
@@ -406,6 +416,8 @@ class Run:
         if self._sequences is not None:
             self._sequences.detach()
             self._sequences.group.blamed = contextlib.nullcontext
+        if self._chunks is not None:
+            self._chunks.end()
         ranks, meetings = self.ranks, self.ranks.meetings
         try:
             if ranks.count > 1 and failed is not None:

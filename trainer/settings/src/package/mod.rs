@@ -69,6 +69,8 @@ pub struct PackageSettings {
     pub activations: &'static str,
     /// Numbers of the factors in products of Linear layers.
     pub matmuls: &'static str,
+    /// Chunks of tokens in which a block's MLP is computed.
+    pub mlp_chunks: u64,
     /// `None` chooses by what the GPU has free.
     pub gpu_resident_fraction: Option<f64>,
     pub shard: &'static str,
@@ -258,6 +260,7 @@ fn resolve(
         gradients: choices.gradients,
         activations: choices.activations,
         matmuls: choices.matmuls,
+        mlp_chunks: own.mlp_chunks.unwrap_or(1),
         gpu_resident_fraction: choices.gpu_resident_fraction,
         shard: choices.shard,
         moments: choices.moments,
