@@ -10,6 +10,7 @@ pressure    a GPU that lags behind the host, orders that change: memory that is 
 tiers       none, cpu, nvme, immediate and deferred: equal losses and weights
 resident    weights that stay on the GPU, all of them and where only some have room: the same bits, and fewer units come
 inputs      inputs of checkpointed blocks that wait in host memory: the same bits, and less GPU memory
+chunks      MLPs in chunks of tokens: the same bits wherever the state is, losses near those of whole MLPs, and less GPU memory
 fp8         products of Linear layers in 8 bits: the same bits wherever the state is, losses near bf16's, and milliseconds of wide layers
 scaler      autocast with fp16 and GradScaler, the same with and without offload
 habits      weights and gradients that a script reads and changes, the optimizer's state saved and loaded, random numbers of a loop that skips
@@ -615,17 +616,30 @@ class Checks:
     def inputs(self):
         """Inputs of checkpointed blocks that wait in host memory: the same bits, and less GPU memory."""
         for checkpointing in ("not reentrant", "reentrant"):
-            kept, moved = (self.with_inputs(where, checkpointing) for where in ("gpu", "cpu"))
+            kept, moved = (self.peaked(checkpointing, "cpu", activations=where) for where in ("gpu", "cpu"))
             check(moved[0] == kept[0], f"{checkpointing}: losses, norms and weights {moved[0]} and {kept[0]} with inputs on the GPU")
             check(moved[1] < kept[1] or self.device == "cpu", f"{checkpointing}: a peak of {moved[1]} bytes, and {kept[1]} with inputs on the GPU")
             print(f"  {checkpointing}: same bits; peak {moved[1]:,} of {kept[1]:,} bytes", flush=True)
 
-    def with_inputs(self, where, checkpointing):
+    def chunks(self):
+        """MLPs in chunks of tokens: the same bits wherever the state is and each time, losses near those of whole MLPs, and less GPU memory."""
+        whole = self.peaked(None, "cpu")
+        found = {tier: self.peaked(None, tier, mlp_chunks=8) for tier in ("none", "cpu", "nvme")}
+        for checkpointing in ("not reentrant", "reentrant"):
+            found[checkpointing] = self.peaked(checkpointing, "cpu", mlp_chunks=8, activations="cpu")
+        for name, one in found.items():
+            check(one[0] == found["none"][0], f"{name}: losses, norms and weights {one[0]} and {found['none'][0]} without offload")
+        near = max(abs(a / b - 1) for a, b in zip(found["none"][0][:-1], whole[0]))
+        check(near < 0.02, f"losses and norms {found['none'][0]} in chunks and {whole[0]} of whole MLPs")
+        check(found["cpu"][1] < whole[1] or self.device == "cpu", f"a peak of {found['cpu'][1]} bytes, and {whole[1]} with whole MLPs")
+        print(f"  same bits; losses and norms within {near:.2%} of whole MLPs; peak {found['cpu'][1]:,} of {whole[1]:,} bytes", flush=True)
+
+    def peaked(self, checkpointing, tier, **own):
         """Losses, norms and weights of some steps, and the peak of GPU memory."""
         model = self.llama(torch.bfloat16, checkpointing, dropout=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         found, peak = [], 0
-        with self.prepare(model, optimizer, "cpu", activations=where, gpu_resident_fraction=0):
+        with self.prepare(model, optimizer, tier, gpu_resident_fraction=0, **own):
             torch.manual_seed(9)
             for step in range(5):
                 if self.device == "cuda":
@@ -822,7 +836,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "resident", "inputs", "fp8", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
+    parts = ("bits", "pressure", "tiers", "resident", "inputs", "chunks", "fp8", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
