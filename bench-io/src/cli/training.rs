@@ -123,16 +123,18 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     warnings.extend(warnings::of_one_drive(&args.dirs));
     warnings.extend(warnings::of_drives(dirs));
     let progress = Progress::new();
-    let mut rows = Vec::new();
     let devices = args.dirs.iter().map(|dir| DeviceReport::describe(dir));
     let mut devices: Vec<DeviceReport> = devices.collect();
-    for &drives in &counts {
-        crate::stop::check()?;
-        rows.push(match &run {
-            Some(run) => measured(args, run, drives, &mut devices, &progress)?,
-            None => predicted(args, drives, &progress)?,
-        });
-    }
+    let rows = match &run {
+        Some(run) => measured(args, run, &counts, &mut devices, &progress)?,
+        None => counts
+            .iter()
+            .map(|drives| {
+                crate::stop::check()?;
+                predicted(args, *drives, &progress)
+            })
+            .collect::<Result<_>>()?,
+    };
     drop(progress);
     for row in &rows {
         if let Some(trial) = &row.drives_measured {
@@ -271,35 +273,45 @@ fn predicted(args: &TrainingArgs, drives: u32, progress: &Progress) -> Result<Tr
     })
 }
 
+/// Runs the trainer on each of these numbers of drives, and then predicts all of these steps.
 fn measured(
     args: &TrainingArgs,
     (file, trainer): &(&PathBuf, Trainer),
-    drives: u32,
+    counts: &[u32],
     devices: &mut Vec<DeviceReport>,
     progress: &Progress,
-) -> Result<TrainingRow> {
-    let plan = TrialPlan {
-        file: (*file).clone(),
-        sets: sets(args),
-        steps: args.steps as usize,
-        drives,
-        limit: RateLimit {
-            read: args.read.0,
-            write: args.write.0,
-        },
-        loop_devices: args.loop_devices,
-        timeouts: Duration::from_secs(args.timeout),
-    };
-    let ran = training::run(&plan, trainer, progress)?;
-    // Each run has its own drives; those of the largest run are reported.
-    if ran.devices.len() > devices.len() {
-        devices.clone_from(&ran.devices);
+) -> Result<Vec<TrainingRow>> {
+    let mut runs = Vec::new();
+    for &drives in counts {
+        crate::stop::check()?;
+        let plan = TrialPlan {
+            file: (*file).clone(),
+            sets: sets(args),
+            steps: args.steps as usize,
+            drives,
+            limit: RateLimit {
+                read: args.read.0,
+                write: args.write.0,
+            },
+            loop_devices: args.loop_devices,
+            timeouts: Duration::from_secs(args.timeout),
+        };
+        let ran = training::run(&plan, trainer, progress)?;
+        // Each run has its own drives; those of the largest run are reported.
+        if ran.devices.len() > devices.len() {
+            devices.clone_from(&ran.devices);
+        }
+        runs.push((drives, ran));
     }
-    Ok(TrainingRow {
-        drives_measured: Some(ran.drives),
-        measured: Some(ran.trial),
-        ..row(drives, ran.given, ran.planned)
-    })
+    let rows = runs.into_iter().map(|(drives, ran)| {
+        let planned = ran.subject.plan(&ran.given)?;
+        Ok(TrainingRow {
+            drives_measured: Some(ran.drives),
+            measured: Some(ran.trial),
+            ..row(drives, ran.given, planned)
+        })
+    });
+    rows.collect()
 }
 
 fn row(drives: u32, given: PlannerInput, ours: training::PlannedStep) -> TrainingRow {

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{OtherMachine, PlannedStep, PlannerInput, Subject};
+use super::{OtherMachine, PlannerInput, Subject};
 use crate::child;
 use crate::place::WorkDir;
 use crate::progress::Progress;
@@ -87,7 +87,9 @@ pub(crate) struct StepMedians {
 pub(crate) struct OwnDrivesRun {
     /// Measured rates, and the run's compute.
     pub(crate) given: PlannerInput,
-    pub(crate) planned: PlannedStep,
+    /// The run, for a prediction from these. Planning opens the GPU and keeps some of its memory until this process ends: wait until
+    /// all runs have ended.
+    pub(crate) subject: Subject,
     pub(crate) drives: crate::trial::Trial,
     pub(crate) devices: Vec<DeviceReport>,
     pub(crate) trial: StepMedians,
@@ -146,8 +148,8 @@ pub(crate) fn run(
     let flops = 6.0 * planned.parameters * planned.tokens / trial.compute_s.max(1e-9);
     let given = PlannerInput::measured(&measured, Some(flops / 1e12));
     Ok(OwnDrivesRun {
-        planned: subject.plan(&given)?,
         given,
+        subject,
         drives: measured,
         devices,
         trial,
