@@ -216,11 +216,13 @@ impl DriverMemory {
             Err(error) if error.is_out_of_memory() => error,
             done => return done,
         };
-        let given_back = Python::attach(|py| self.give_back.call0(py).is_ok());
-        if given_back {
-            self.gpu.alloc(bytes)
-        } else {
-            Err(refused)
+        match Python::attach(|py| self.give_back.call0(py)) {
+            Ok(_) => self.gpu.alloc(bytes),
+            Err(error) => {
+                // The refusal says what is wrong for the run.
+                Python::attach(|py| error.print(py));
+                Err(refused)
+            }
         }
     }
 }
