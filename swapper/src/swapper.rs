@@ -1,6 +1,7 @@
 //! The trainer's side: blocking calls that ask the owner thread, and closures that get the lent slots.
 //!
-//! A step is `begin_step`, then the announced gathers and scatters in order, then `finish_step` (or `skip_step`).
+//! A step is `begin_step`, then the announced gathers and scatters in order, then `finish_step` (or `skip_step`). With `begin_updates` between
+//! them, units whose gradients are complete are updated while those of others come.
 //! Updates, read-ahead, write-behind and commits run on the other threads meanwhile.
 
 mod serving;
@@ -100,6 +101,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     program: StepProgram,
     /// Units whose gradients came in this step.
     scattered: BTreeSet<usize>,
+    /// Units whose updates have begun in this step, which is not finished.
+    begun: BTreeSet<usize>,
     /// Units whose updates may still be to run.
     pending: Vec<usize>,
     /// Steps finished since a commit was last planned, and the newest step's blob.
@@ -108,6 +111,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     waited: Duration,
     /// I/O counted before the present step.
     counted: StepIo,
+    /// I/O of the step before, where updates of this one have begun.
+    io_before: Option<StepIo>,
     recording: bool,
     spans: Spans,
     interrupt: Option<Interrupt>,
@@ -148,11 +153,13 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             replies,
             program: StepProgram::default(),
             scattered: BTreeSet::new(),
+            begun: BTreeSet::new(),
             pending: Vec::new(),
             uncommitted_count: 0,
             blob: opened.resumed.clone().unwrap_or_default(),
             waited: Duration::ZERO,
             counted: StepIo::default(),
+            io_before: None,
             recording: false,
             spans: Spans::default(),
             interrupt: None,
@@ -203,6 +210,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// [`SwapperError::Program`] for a unit that is not trained: it is written once.
     pub fn begin_rewrite(&mut self, units: &[usize], blob: Vec<u8>) -> Result<(), SwapperError> {
         self.check_initialized()?;
+        self.check_finished()?;
         if let Some(unit) = units.iter().find(|&&unit| !self.layout.trained(unit)) {
             return Err(SwapperError::Program {
                 what: format!("unit {unit} is not trained: its parameters are written once"),
@@ -277,6 +285,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     ///
     /// A step that is never finished changes nothing: its gradients are dropped when the next one begins.
     pub fn begin_step(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.check()?;
+        self.check_finished()?;
         self.plan_pass(program, false)?;
         self.scattered.clear();
         self.torn = false;
@@ -360,6 +370,14 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         mut fill: impl FnMut(&mut [PartMut<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.check()?;
+        if self.begun.contains(&unit) {
+            return Err(SwapperError::Program {
+                what: format!(
+                    "the update of unit {unit} has begun, and it takes no more gradients in this step"
+                ),
+            }
+            .into());
+        }
         let layout = self.layout.clone();
         self.serve(Op::Scatter { unit }, |lent| {
             let mut parts: Vec<PartMut> = lent
@@ -374,6 +392,67 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })?;
         self.scattered.insert(unit);
         Ok(())
+    }
+
+    /// Begins to update the units whose gradients have come, before the step is finished. `hyper` is that of the whole step, and comes with
+    /// the first call of a step. These units take no more gradients in it, and it can be neither skipped nor begun again: more scatters
+    /// and calls of this kind may follow, then [`Swapper::finish_begun`], or [`Swapper::finish_unsealed`] with what the last units are updated with.
+    pub fn begin_updates(&mut self, hyper: Option<H>) -> Result<(), SwapperError> {
+        self.check_initialized()?;
+        self.check_whole()?;
+        if self.begun.is_empty() != hyper.is_some() {
+            return Err(SwapperError::Program {
+                what: "the first updates that begin in a step bring its hyperparameters".into(),
+            });
+        }
+        let first = hyper.is_some();
+        let io = self.join(hyper)?;
+        if first {
+            self.io_before = Some(self.count(io));
+        }
+        Ok(())
+    }
+
+    /// Like [`Swapper::finish_unsealed`], where updates of the step have begun: with their hyperparameters, and without waiting for
+    /// them.
+    pub fn finish_begun(&mut self) -> Result<StepIo, SwapperError> {
+        self.check()?;
+        self.check_whole()?;
+        if self.begun.is_empty() {
+            return Err(SwapperError::Program {
+                what: "no update of this step has begun".into(),
+            });
+        }
+        let io = self.join(None);
+        // An interrupted step ends all the same.
+        self.begun.clear();
+        let io = io?;
+        Ok(self.count(io))
+    }
+
+    /// The I/O of a step, of all that was counted: up to where the updates of the next one begin.
+    fn count(&mut self, io: StepIo) -> StepIo {
+        self.io_before.take().unwrap_or_else(|| {
+            let before = std::mem::replace(&mut self.counted, io);
+            io.since(&before)
+        })
+    }
+
+    /// Lets the scattered units join those whose updates have begun.
+    fn join(&mut self, hyper: Option<H>) -> Result<StepIo, SwapperError> {
+        self.begun.append(&mut self.scattered);
+        self.pending = self.begun.iter().copied().collect();
+        let ops = schedule::immediate(&self.pending, false, &StepProgram::default());
+        let finish = Request::Finish {
+            ops,
+            update: true,
+            wait: false,
+            settled: true,
+            joins: hyper.is_none(),
+        };
+        self.request(finish, hyper, None, |lent| -> Result<(), SwapperError> {
+            panic!("updates that begin lend {}", lent.len())
+        })
     }
 
     /// Ends the pass: updates the scattered units with `hyper`.
@@ -419,6 +498,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// Gradients of a step that is not finished stay for its further passes.
     pub fn drain(&mut self) -> Result<(), SwapperError> {
         self.check()?;
+        self.check_finished()?;
         let commit = self.uncommitted_count > 0;
         let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
@@ -443,6 +523,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         visitor: &mut TileVisitor,
     ) -> Result<(), SwapperError> {
         self.check_initialized()?;
+        self.check_finished()?;
         let updates = schedule::immediate(&self.pending, false, &StepProgram::default());
         self.settle(updates, None)?;
         self.pending.clear();
@@ -530,9 +611,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         blob: Option<Vec<u8>>,
     ) -> Result<StepIo, SwapperError> {
         self.check()?;
-        if hyper.is_some() {
-            self.check_whole()?;
+        match hyper {
+            Some(_) => self.check_whole()?,
+            None => self.check_finished()?,
         }
+        // What has begun ends before the rest is updated.
+        self.begun.clear();
         self.torn = false;
         let update = hyper.is_some();
         let updated = std::mem::take(&mut self.scattered);
@@ -549,6 +633,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 update,
                 wait: self.schedule == Schedule::Immediate,
                 settled,
+                joins: false,
             },
             hyper,
             blob.filter(|_| commit),
@@ -557,8 +642,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         // An interrupted step ends all the same.
         self.pending = updated;
         let io = io?;
-        let before = std::mem::replace(&mut self.counted, io);
-        Ok(io.since(&before))
+        Ok(self.count(io))
     }
 
     /// The program with the updates of `pending` units where the schedule places them.

@@ -35,8 +35,9 @@ impl Core {
                 update,
                 wait,
                 settled,
+                joins,
             } => {
-                if self.pending_count > 0 {
+                if self.pending_count > 0 && !joins {
                     // The trainer left its program early: updates behind gathers that never come must not claim slots.
                     let left: Vec<Op> = (0..self.units.len())
                         .map(|unit| Op::Update { unit })
@@ -47,6 +48,7 @@ impl Core {
                     ops,
                     update,
                     wait,
+                    joins,
                     commits_max: if settled { 0 } else { COMMITS_MAX - 1 },
                 }
             }
@@ -168,8 +170,10 @@ impl Core {
 
     pub(super) fn advance_request(&mut self, actions: &mut Vec<Action>) {
         // Updates of the previous step share one generation and one set of hyperparameters: they go first.
-        if let Waiting::Finishing { commits_max, .. } = self.waiting
-            && self.pending_count == 0
+        if let Waiting::Finishing {
+            commits_max, joins, ..
+        } = self.waiting
+            && (joins || self.pending_count == 0)
             && self.commits <= commits_max
         {
             self.finish();
@@ -189,15 +193,26 @@ impl Core {
     /// Makes the scattered ranges pending in the working generation, under a new plan.
     pub(super) fn finish(&mut self) {
         let Waiting::Finishing {
-            ops, update, wait, ..
+            ops,
+            update,
+            wait,
+            joins,
+            ..
         } = std::mem::replace(&mut self.waiting, Waiting::Nothing)
         else {
             unreachable!("asked only while finishing");
         };
-        self.pending_generation = self.working();
+        let generation = self.working();
+        assert!(
+            !joins || self.pending_generation == generation,
+            "a commit between the parts of a step"
+        );
+        self.pending_generation = generation;
         if update {
-            self.step += 1;
-            self.pending.copy_from_slice(&self.scattered);
+            self.step += u64::from(!joins);
+            for (pending, &scattered) in self.pending.iter_mut().zip(&self.scattered) {
+                *pending |= scattered;
+            }
             self.pending_count = self.pending.iter().filter(|&&pending| pending).count();
         }
         self.scattered.fill(false);

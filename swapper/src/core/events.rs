@@ -41,7 +41,7 @@ pub struct CoreSettings {
 pub enum Request {
     /// The trainer's next operation: `Fill`, `Gather`, `Scatter`, `Visit` or `Rewrite` of a unit.
     Serve(Op),
-    /// The step's gradients are complete.
+    /// The gradients of the scattered units are complete.
     Finish {
         /// The new plan.
         ops: Vec<Op>,
@@ -51,6 +51,9 @@ pub enum Request {
         wait: bool,
         /// Whether commits of earlier steps must be acknowledged first. Otherwise one may be outstanding.
         settled: bool,
+        /// Whether updates of this step have begun with gradients that came earlier: these join them, with the same
+        /// hyperparameters, and wait for none.
+        joins: bool,
     },
     /// Follow a new plan and answer when nothing is pending and all commits are acknowledged.
     Drain {

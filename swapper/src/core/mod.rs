@@ -25,6 +25,9 @@
 //! commit waits for them. Another pass of the same step and a drain keep them; those of a step that was not finished are
 //! dropped when the next step begins.
 //!
+//! **A step in parts.** Updates may begin before all gradients of a step have come: what is scattered becomes pending, and what is
+//! scattered later joins it. No commit is planned in between, so that one generation and one set of hyperparameters hold.
+//!
 //! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
 //! Updates in flight: one more than workers, so that no worker waits for a message; they start in plan order and end in
 //! any order. Outstanding commits: two.
@@ -66,6 +69,7 @@ enum Waiting {
         ops: Vec<Op>,
         update: bool,
         wait: bool,
+        joins: bool,
         commits_max: usize,
     },
     /// Waits until nothing is pending and no commit is outstanding.

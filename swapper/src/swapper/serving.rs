@@ -177,6 +177,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
     }
 
+    /// Refuses what would see or lose a part of a step.
+    pub(super) fn check_finished(&self) -> Result<(), SwapperError> {
+        match self.begun.is_empty() {
+            true => Ok(()),
+            false => Err(SwapperError::Program {
+                what: "updates of this step have begun: finish it first".into(),
+            }),
+        }
+    }
+
     pub(super) fn check_whole(&self) -> Result<(), SwapperError> {
         if self.torn {
             return Err(SwapperError::Program {

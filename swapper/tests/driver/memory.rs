@@ -45,6 +45,48 @@ fn passes_of_a_step_add_up() {
 }
 
 #[test]
+fn updates_that_begin_within_a_step_change_no_bit() {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
+        let (mut swapper, ..) = toy::open(&settings(schedule)).unwrap();
+        for (step, (parts, joins)) in (1..).zip([(1, true), (1, false), (2, true), (2, false)]) {
+            let parts: Vec<usize> = (1..=UNITS.len()).step_by(parts).collect();
+            toy::train_step_in_parts(&mut swapper, step, &parts, joins).unwrap();
+        }
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(4), &format!("{schedule:?}"));
+    }
+}
+
+#[test]
+fn a_step_whose_updates_have_begun_is_finished_first() {
+    let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
+    let scatter = StepProgram::new(vec![Op::Scatter { unit: 1 }]).unwrap();
+    let refused = |result: Result<(), SwapperError>, why: &str| match result {
+        Err(SwapperError::Program { what }) => assert!(what.contains(why), "{what}"),
+        other => panic!("{other:?} where it says: {why}"),
+    };
+    swapper.begin_step(scatter.clone()).unwrap();
+    swapper.scatter(1, toy::all(7)).unwrap();
+    refused(swapper.begin_updates(None), "bring its hyperparameters");
+    refused(swapper.finish_begun().map(drop), "no update of this step");
+    swapper.begin_updates(Some(1)).unwrap();
+    refused(swapper.begin_updates(Some(1)), "bring its hyperparameters");
+    swapper.begin_pass(scatter.clone()).unwrap();
+    refused(swapper.scatter(1, toy::all(7)), "takes no more gradients");
+    refused(swapper.begin_step(scatter), "finish it first");
+    refused(swapper.skip_step(toy::blob(1)).map(drop), "finish it first");
+    refused(swapper.drain(), "finish it first");
+    refused(
+        swapper.visit_units(&[1], &mut |_, _, _| {}),
+        "finish it first",
+    );
+    refused(swapper.begin_rewrite(&[1], toy::blob(1)), "finish it first");
+    swapper.finish_begun().unwrap();
+    swapper.seal(toy::blob(1)).unwrap();
+    swapper.drain().unwrap();
+}
+
+#[test]
 fn evaluation_sees_the_last_step_and_changes_nothing() {
     let (mut swapper, ..) = toy::open(&settings(Schedule::Deferred)).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();

@@ -93,6 +93,33 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
 }
 
 #[test]
+fn a_step_whose_updates_begin_within_it_moves_the_bytes_of_another_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = start(dir.path());
+    let written_by = |parts: &[usize]| -> Vec<u64> {
+        let settings = SwapperSettings {
+            schedule: Schedule::Deferred,
+            ..settings(&daemon, &format!("{}-parts", parts.len()))
+        };
+        let (mut swapper, ..) = toy::open(&settings).unwrap();
+        let step = |step| {
+            let joins = !parts.is_empty();
+            let io = toy::train_step_in_parts(&mut swapper, step, parts, joins).unwrap();
+            swapper.drain().unwrap();
+            io.written_bytes - io.grad_written_bytes
+        };
+        let written = (1..=4).map(step).collect();
+        drop(swapper);
+        let (mut swapper, _, step) = toy::open(&settings).unwrap();
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(4), &format!("step {step}"));
+        written
+    };
+    let all: Vec<usize> = (1..=toy::UNITS.len()).collect();
+    assert_eq!(written_by(&all)[1..], written_by(&[])[1..]);
+}
+
+#[test]
 fn a_step_in_passes_is_committed_with_the_blob_that_comes_after_it() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());

@@ -268,6 +268,56 @@ pub(crate) fn train_step_in_passes(
     swapper.seal(blob(step))
 }
 
+/// Runs the same step, and lets updates begin while other gradients come, in `parts`: after how many scatters each time. The last units are
+/// updated like the others with `joins`, and otherwise behind them.
+pub(crate) fn train_step_in_parts(
+    swapper: &mut Swapper<u64>,
+    step: u64,
+    parts: &[usize],
+    joins: bool,
+) -> Result<StepIo, SwapperError> {
+    swapper.begin_step(StepProgram::training(UNITS.len()))?;
+    let mut params = vec![Vec::new(); UNITS.len()];
+    let gather = |swapper: &mut Swapper<u64>, unit: usize| {
+        let mut taken: Vec<Vec<u8>> = Vec::new();
+        swapper.gather(unit, |parts| {
+            taken.extend(parts.iter().map(|(_, bytes)| bytes.to_vec()));
+            Ok::<(), SwapperError>(())
+        })?;
+        Ok::<_, SwapperError>(taken)
+    };
+    for (unit, params) in params.iter_mut().enumerate() {
+        *params = gather(swapper, unit)?;
+    }
+    let mut begun = false;
+    for (count, unit) in (0..UNITS.len()).rev().enumerate() {
+        let rest = [Op::Gather { unit }, Op::Scatter { unit }];
+        swapper.begin_pass(StepProgram::new(rest.to_vec())?)?;
+        assert_eq!(
+            gather(swapper, unit)?,
+            params[unit],
+            "an update of another unit"
+        );
+        let mut params = params[unit].iter();
+        swapper.scatter(unit, |parts| {
+            for (elems, grad) in parts {
+                gradient(step, elems, params.next().unwrap(), grad);
+            }
+            Ok::<(), SwapperError>(())
+        })?;
+        if parts.contains(&(count + 1)) {
+            swapper.begin_updates((!begun).then_some(step))?;
+            begun = true;
+        }
+    }
+    let io = match joins {
+        true => swapper.finish_begun()?,
+        false => swapper.finish_unsealed(Some(step))?,
+    };
+    swapper.seal(blob(step))?;
+    Ok(io)
+}
+
 pub(crate) fn contents(swapper: &mut Swapper<u64>) -> Result<Contents, SwapperError> {
     let mut all = Contents::new();
     swapper.visit(&mut |range, param, state| {

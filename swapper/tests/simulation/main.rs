@@ -130,6 +130,7 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
         commit_every: rng.below(4) as u64,
         revisions: [0, 0, 5, 50][rng.below(4)],
         late_blobs: [0, 50, 100][rng.below(3)],
+        begins: [0, 0, 30, 100][rng.below(4)],
         speeds: [(); 5].map(|()| [1, 10, 100][rng.below(3)]),
         fails_at: (job.durable && rng.chance(40)).then(|| rng.next() % 200),
     }
@@ -239,6 +240,8 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 reads_max += match (kind, setup.schedule) {
                     (1, _) | (_, Schedule::Immediate) => updates,
                     _ if gathers == 0 => updates,
+                    // Where updates begin within a step, the gathers after it come later.
+                    (_, Schedule::Deferred) if moves.begun > 0 => updates,
                     (_, Schedule::Deferred) => updates.min(1 + drains),
                 };
                 reads_max += rewritten;
@@ -261,7 +264,8 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
             (reads_max, writes_max, writes_min) = (0, 0, 0);
         }
         // A change of plans that the core cannot foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
-        let surprises = 2 + 3 * drains + 2 * (all_steps - steps) + 2 * moves.further;
+        let surprises =
+            2 + 3 * drains + 2 * (all_steps - steps) + 2 * (moves.further + moves.begun);
         let wasted = surprises * u64::from(setup.staging[kind]);
         assert!(
             moves.reads[kind] <= reads_max + wasted,
@@ -299,6 +303,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         commit_every: 1,
         revisions: 0,
         late_blobs: 0,
+        begins: 0,
         speeds: [1, 1, 100_000, 100_000, 100_000],
         fails_at: None,
     };

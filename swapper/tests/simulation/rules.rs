@@ -2,6 +2,7 @@
 //! their order.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use swapper::Op;
 use swapper::core::{Action, ByKind, Core, CoreSettings, Event, Kind, Request, TileId};
@@ -29,8 +30,13 @@ impl Bench {
     }
 
     fn with_staging(ranges: u32, staging: u32) -> Self {
+        Self::with_units(std::iter::once(0..ranges).collect(), staging)
+    }
+
+    fn with_units(units: Vec<Range<u32>>, staging: u32) -> Self {
+        let ranges = units.last().expect("units").end;
         let core = Core::new(CoreSettings {
-            units: std::iter::once(0..ranges).collect(),
+            units,
             trained: vec![true; ranges as usize],
             resident: ByKind::new(|_| vec![false; ranges as usize]),
             staging: ByKind([staging; 3]),
@@ -105,6 +111,7 @@ impl Bench {
             update: true,
             wait: false,
             settled: false,
+            joins: false,
         })
     }
 
@@ -114,6 +121,18 @@ impl Bench {
             update: true,
             wait: false,
             settled: true,
+            joins: false,
+        })
+    }
+
+    /// Lets what was scattered join the updates of the step that have begun.
+    fn join(&mut self, ops: Vec<Op>) -> bool {
+        self.request(Request::Finish {
+            ops,
+            update: true,
+            wait: false,
+            settled: true,
+            joins: true,
         })
     }
 }
@@ -135,6 +154,30 @@ fn a_program_left_early_does_not_keep_the_slots_its_updates_need() {
     );
     assert!(bench.finish(Vec::new()), "{}", bench.core.describe());
     assert_eq!(bench.updated, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn updates_begin_while_other_gradients_come_and_these_wait_for_none() {
+    let mut bench = Bench::with_units(vec![0..1, 1..2], 2);
+    let scatter = Op::Scatter { unit: 1 };
+    bench.event(Event::Plan(vec![SCATTER, scatter]));
+    assert!(bench.serve(SCATTER));
+    bench.reads_stay = true;
+    assert!(bench.finish_settled(vec![UPDATE]));
+    assert!(bench.updated.is_empty(), "its tiles are still to come");
+    bench.event(Event::Pass(vec![scatter, UPDATE]));
+    assert!(bench.serve(scatter));
+    let both = vec![UPDATE, Op::Update { unit: 1 }];
+    assert!(bench.join(both), "it waits for no update");
+    bench.reads_stay = false;
+    let tile = TileId {
+        kind: Kind::Param,
+        range: 0,
+    };
+    bench.event(Event::Moved { tile });
+    assert_eq!(bench.updated, [0, 1]);
+    bench.event(Event::Pass(vec![Op::Commit]));
+    assert!(bench.finish(Vec::new()));
 }
 
 #[test]

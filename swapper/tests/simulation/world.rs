@@ -70,6 +70,8 @@ pub(crate) struct Setup {
     pub(crate) revisions: usize,
     /// Percentage of steps whose blob comes after their end.
     pub(crate) late_blobs: usize,
+    /// Percentage of scatters after which updates begin before the step's end.
+    pub(crate) begins: usize,
     /// Relative speeds of trainer, worker, reads, writes and commits.
     pub(crate) speeds: [usize; 5],
     /// Number of the operation that fails, which ends the incarnation.
@@ -101,6 +103,8 @@ pub(crate) struct Moves {
     pub(crate) passes: u64,
     /// Passes that continued a step.
     pub(crate) further: u64,
+    /// Times that updates began before the end of their step.
+    pub(crate) begun: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -121,6 +125,8 @@ enum Call {
     Plan(Vec<Op>, Option<u64>),
     /// A plan that keeps the step's gradients.
     Pass(Vec<Op>, Option<u64>),
+    /// A request that lets updates begin; whether others of its step have begun before.
+    Begin(Request, bool),
     /// A plan that rewrites units.
     Rewrite(Vec<Op>, Option<u64>),
     /// All units are rewritten: a step is over.
@@ -160,6 +166,8 @@ pub(crate) struct Incarnation<'a> {
     step: u64,
     /// Steps of this incarnation whose hyper was sent, by the core's count.
     hypers: Vec<u64>,
+    /// Whether updates of the step after `step` have begun.
+    begun: bool,
     pending: Vec<usize>,
     uncommitted: u64,
     ending: bool,
@@ -237,6 +245,7 @@ impl<'a> Incarnation<'a> {
             waiting: false,
             step,
             hypers: Vec::new(),
+            begun: false,
             pending: Vec::new(),
             uncommitted: 0,
             ending: false,

@@ -56,6 +56,17 @@ impl Incarnation<'_> {
                 self.generation_of.push(self.generation - 1);
                 self.event(Event::Plan(ops));
             }
+            Call::Begin(request, joins) => {
+                self.waiting = true;
+                self.moves.passes += 1;
+                self.moves.begun += 1;
+                if !joins {
+                    self.hypers.push(self.step + 1);
+                    self.generation_of.push(self.generation);
+                }
+                self.begun = true;
+                self.event(Event::Request(request));
+            }
             Call::Rewritten => {
                 self.step += 1;
                 return self.next_call();
@@ -65,13 +76,15 @@ impl Incarnation<'_> {
                 self.waiting = true;
                 match &request {
                     Request::Serve(op) => self.asked = Some(*op),
-                    Request::Finish { update, .. } => {
+                    Request::Finish { update, joins, .. } => {
                         self.step += 1;
                         self.sums.fill(0);
                         self.moves.passes += 1;
-                        self.generation_of
-                            .push(self.generation - u64::from(blob.is_some()));
-                        if *update {
+                        if !std::mem::take(&mut self.begun) {
+                            self.generation_of
+                                .push(self.generation - u64::from(blob.is_some()));
+                        }
+                        if *update && !joins {
                             self.hypers.push(self.step);
                         }
                     }
@@ -119,25 +132,16 @@ impl Incarnation<'_> {
         }
         let rewrites = self.job.rewrites[self.step as usize].clone();
         if !rewrites.is_empty() {
-            self.call_drain();
-            let mut ops: Vec<Op> = (rewrites.iter())
-                .map(|&unit| Op::Rewrite { unit })
-                .collect();
-            ops.push(Op::Commit);
-            self.calls
-                .push_back(Call::Rewrite(ops, Some(self.step + 1)));
-            for unit in rewrites {
-                self.serve(Op::Rewrite { unit });
-            }
-            self.calls.push_back(Call::Rewritten);
-            let ops = Vec::new();
-            self.calls
-                .push_back(Call::Request(Request::Drain { ops }, None));
+            self.call_rewrites(rewrites);
             return true;
         }
         let program = self.job.program.clone();
+        let update = !self.job.skipped[self.step as usize];
+        // Where gradients are added up, those of a unit are complete only in the last pass.
+        let begins = update && self.job.passes[self.step as usize] == 1;
+        let (mut pending, mut begun) = (self.pending.clone(), Vec::new());
         for pass in 0..self.job.passes[self.step as usize] {
-            let ops = self.plan_ops(&self.pending, false, &program);
+            let ops = self.plan_ops(&pending, false, &program);
             self.calls.push_back(match pass {
                 0 => Call::Plan(ops, None),
                 _ => Call::Pass(ops, None),
@@ -145,25 +149,35 @@ impl Incarnation<'_> {
             for (at, &op) in program.ops().iter().enumerate() {
                 if self.rng.chance(self.setup.revisions) {
                     let rest = StepProgram::new(program.ops()[at..].to_vec()).unwrap();
-                    let ops = self.plan_ops(&self.pending, false, &rest);
+                    let ops = self.plan_ops(&pending, false, &rest);
                     self.calls.push_back(Call::Pass(ops, None));
                 }
                 self.serve(op);
+                if begins && matches!(op, Op::Scatter { .. }) && self.rng.chance(self.setup.begins)
+                {
+                    let joins = !begun.is_empty();
+                    begun = scattered(&program.ops()[..=at]);
+                    self.call_begin(&begun, joins);
+                    pending.clone_from(&begun);
+                    let rest = StepProgram::new(program.ops()[at + 1..].to_vec()).unwrap();
+                    let ops = self.plan_ops(&pending, false, &rest);
+                    self.calls.push_back(Call::Pass(ops, None));
+                }
             }
         }
 
-        let update = !self.job.skipped[self.step as usize];
-        let updated: Vec<usize> = program
-            .ops()
-            .iter()
-            .filter_map(|op| match op {
-                Op::Scatter { unit } if update => Some(*unit),
-                _ => None,
-            })
-            .collect();
+        let mut updated = if update {
+            scattered(program.ops())
+        } else {
+            Vec::new()
+        };
+        let joins = !begun.is_empty() && self.rng.chance(50);
+        if !joins {
+            updated.retain(|unit| !begun.contains(unit));
+        }
         self.uncommitted += 1;
         let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
-        let late = self.rng.chance(self.setup.late_blobs);
+        let late = !begun.is_empty() || self.rng.chance(self.setup.late_blobs);
         let ops = self.plan_ops(&updated, commit && !late, &program);
         let wait = self.setup.schedule == Schedule::Immediate;
         let blob = commit.then_some(self.step + 1);
@@ -172,6 +186,7 @@ impl Incarnation<'_> {
             update,
             wait,
             settled: late,
+            joins,
         };
         self.calls
             .push_back(Call::Request(finish, blob.filter(|_| !late)));
@@ -189,6 +204,35 @@ impl Incarnation<'_> {
         true
     }
 
+    fn call_rewrites(&mut self, rewrites: Vec<usize>) {
+        self.call_drain();
+        let mut ops: Vec<Op> = (rewrites.iter())
+            .map(|&unit| Op::Rewrite { unit })
+            .collect();
+        ops.push(Op::Commit);
+        self.calls
+            .push_back(Call::Rewrite(ops, Some(self.step + 1)));
+        for unit in rewrites {
+            self.serve(Op::Rewrite { unit });
+        }
+        self.calls.push_back(Call::Rewritten);
+        let ops = Vec::new();
+        self.calls
+            .push_back(Call::Request(Request::Drain { ops }, None));
+    }
+
+    /// Queues that updates of units begin before the step's end.
+    fn call_begin(&mut self, units: &[usize], joins: bool) {
+        let begin = Request::Finish {
+            ops: schedule::immediate(units, false, &StepProgram::default()),
+            update: true,
+            wait: false,
+            settled: true,
+            joins,
+        };
+        self.calls.push_back(Call::Begin(begin, joins));
+    }
+
     fn call_drain(&mut self) {
         let commit = self.uncommitted > 0;
         let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
@@ -198,4 +242,13 @@ impl Incarnation<'_> {
         self.uncommitted = 0;
         self.pending.clear();
     }
+}
+
+/// Units that `ops` scatter.
+fn scattered(ops: &[Op]) -> Vec<usize> {
+    let unit = |op: &Op| match op {
+        Op::Scatter { unit } => Some(*unit),
+        _ => None,
+    };
+    ops.iter().filter_map(unit).collect()
 }
