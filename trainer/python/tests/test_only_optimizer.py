@@ -16,7 +16,7 @@ from torch import nn
 
 import forks
 import offloadd
-from offloadd import _param_units
+from offloadd import _beside, _param_units
 from offloadd.__main__ import main
 from offloadd.optim import clip_grad_norm_
 from test_optimizer import bytes_of
@@ -173,6 +173,30 @@ def test_clipping_reads_gradients_once(monkeypatch):
         other = nn.Parameter(torch.ones(8))
         other.grad = torch.ones(8)
         clip_grad_norm_([other], 1.0)
+
+
+def test_gradients_are_looked_at_together(monkeypatch):
+    """On a GPU each comparison would wait for all that is computed."""
+    model, looked = model_of(), []
+    optimizer = adamw(model.parameters(), overlap_backward=True)
+    plain, stack = _beside._changed, torch.stack
+
+    def changed(marks, grads):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "stack", lambda ones: looked.append(len(ones)) or stack(ones))
+            patch.setattr(torch, "equal", lambda *ones: pytest.fail("a gradient is compared by itself"))
+            return plain(marks, grads)
+
+    monkeypatch.setattr(_beside, "_changed", changed)
+    for x in batches(3):
+        model(x).square().backward()
+        clip_grad_norm_(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Before the norm and before the step, what was and what is; of the first step only before the step.
+    params = len(list(model.parameters()))
+    assert looked == [params] * (2 + 4 + 4)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

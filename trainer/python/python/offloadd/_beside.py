@@ -35,9 +35,9 @@ class GradientMark(NamedTuple):
     def now(cls, grad: torch.Tensor) -> "GradientMark":
         return cls(weakref.ref(grad), _version(grad), _bits(grad))
 
-    def is_of(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient is this one, unchanged."""
-        return self.grad() is grad and self.version == _version(grad) and torch.equal(self.bits, _bits(grad))
+    def may_be_of(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient is this one, unless its bits tell otherwise."""
+        return self.grad() is grad and self.version == _version(grad)
 
 
 class Beside:
@@ -94,20 +94,22 @@ class Beside:
 
     def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether these gradients, unchanged, were handed over already."""
-        return bool(self.seen) and not self._torn and self.seen.keys() == grads.keys() and all(self.seen[key].is_of(grad) for key, grad in grads.items())
+        return bool(self.seen) and not self._torn and self.seen.keys() == grads.keys() and not _changed(self.seen, grads)
 
     def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was changed since it was handed over."""
         came = [key for key in grads if key in self.seen]
-        others = [key for key in came if not self.seen[key].is_of(grads[key])]
+        others = _changed(self.seen, {key: grads[key] for key in came})
         # Where all are others, a step was skipped, and new tensors are the gradients of the next one.
         if len(others) == len(came):
             others = [key for key in others if self.seen[key].grad() is grads[key]]
         return self.name_of.get(next(iter(others), 0))
 
-    def still(self, key: int, grads: dict[int, torch.Tensor]) -> bool:
-        """Whether the gradient of a parameter is the one that was handed over."""
-        return key in grads and key in self.seen and self.seen[key].is_of(grads[key])
+    def still(self, keys: Iterable[int], grads: dict[int, torch.Tensor]) -> list[int]:
+        """The parameters among `keys` whose gradient is the one that was handed over."""
+        those = {key: grads[key] for key in keys if key in grads and key in self.seen}
+        changed = set(_changed(self.seen, those))
+        return [key for key in those if key not in changed]
 
     def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True) -> None:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
@@ -189,7 +191,7 @@ class Beside:
     def _is_early(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether what was taken in backward is what `grads` has of it."""
         taken = {id(piece.param) for unit in self.units if unit.index in self._early for piece in unit.params}
-        holds = not self._came_again and all(key in grads and self._came[key].is_of(grads[key]) for key in taken)
+        holds = not self._came_again and taken <= grads.keys() and not _changed(self._came, {key: grads[key] for key in taken})
         if self._hooks and not holds and not self._said:
             self._said = True
             say(
@@ -345,6 +347,19 @@ def _with_gradients(unit: ParamUnit) -> ParamUnit:
 def _version(tensor: torch.Tensor) -> tuple[int, ...]:
     """What changes where somebody writes to a tensor. An operation on a DTensor counts at the DTensor alone, one on its local part there."""
     return (tensor._version, tensor._local_tensor._version) if is_dtensor(tensor) else (tensor._version,)
+
+
+def _changed(marks: Mapping[int, GradientMark], grads: Mapping[int, torch.Tensor]) -> list[int]:
+    """The keys of `grads` that are not those of `marks`, unchanged. A GPU is waited for once."""
+    found = [key for key, grad in grads.items() if not marks[key].may_be_of(grad)]
+    same = [key for key in grads if key not in set(found)]
+    by_device: dict[torch.device, list[int]] = {}
+    for key in same:
+        by_device.setdefault(marks[key].bits.device, []).append(key)
+    for keys in by_device.values():
+        differs = torch.stack([marks[key].bits for key in keys]) != torch.stack([_bits(grads[key]) for key in keys])
+        found += [key for key, other in zip(keys, differs.tolist()) if other]
+    return found
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

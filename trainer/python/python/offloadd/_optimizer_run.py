@@ -220,7 +220,7 @@ class OptimizerRun:
                 f"the gradient of {changed} was changed after offloadd.optim.clip_grad_norm_, which has taken it to its tile already: clip after the last "
                 "change and the last backward of a step, and drop gradients with optimizer.zero_grad()"
             )
-        self._scales = {key: scale for key, scale in self._scales.items() if self.beside.still(key, grads)}
+        self._scales = {key: self._scales[key] for key in self.beside.still(self._scales, grads)}
 
     def forget_gradients(self) -> None:
         """Forgets gradients that were handed over and not used."""
