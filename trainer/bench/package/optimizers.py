@@ -4,21 +4,26 @@
     trainer/bench/package/optimizers.py --directory /mnt/nvme0
     trainer/bench/package/optimizers.py --device cpu --tiny          tries the script itself
 
-The table's Llama of 1.345 G parameters with random weights, bf16, 16 k tokens a step, blocks checkpointed, gradients clipped to a norm of 1.
+The table's Llama of 1.345 G parameters with random weights, bf16, 16 k tokens a step, blocks checkpointed, gradients clipped to a norm of 1 but in the
+rows that say otherwise.
 
 torch        fp32 masters and moments on the GPU, torch.optim.AdamW, fused
 host         offloadd.optim.AdamW, masters and moments in host memory
-drive        the same, in files in --directory (a temporary directory)
+overlap      the same with overlap_backward=True
+begun        the same with update_in_backward(), not clipped
+drive        as host, in files in --directory (a temporary directory)
+drive-begun  as begun, there
 torchao      CPUOffloadOptimizer: bf16 weights and moments, no masters, gradients that leave before they are clipped: less to do, other results
 fsdp2        CPUOffloadPolicy, one rank: fp32 parameters in host memory too (trainer/bench/fsdp_peer.py)
 zero2        DeepSpeed ZeRO-2, its optimizer in host memory (trainer/bench/deepspeed_peer.py)
 
-A row is a process and a line of JSON, printed when it ends. bound_s, of host and drive: forward and backward of the row itself, then the gradients
-and parameters on the bus, both at once, each at the rate of a copy from or to pinned memory; for drive, the run's own bound if that is longer.
-of_the_bound: bound_s / step_s.
+A row is a process and a line of JSON, printed when it ends. bound_s, of rows of ours: forward and backward of the row itself (without updates in
+it), then the gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned memory; on drives, the run's own
+bound if that is longer. of_the_bound: bound_s / step_s.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -34,7 +39,9 @@ sys.path[:0] = [str(PEERS), str(HERE.parents[1] / "python/python")]
 
 import rows  # noqa: E402
 
-ROWS = ("torch", "host", "drive", "torchao", "fsdp2", "zero2")
+# Those of ours, and whether their updates begin in backward.
+OURS = {"host": False, "overlap": False, "begun": True, "drive": False, "drive-begun": True}
+ROWS = ("torch", *OURS, "torchao", "fsdp2", "zero2")
 # Program and arguments of rows that are measured elsewhere, and the module that each needs.
 ELSEWHERE = {"fsdp2": ("fsdp_peer.py", ["cpu"], "torch"), "zero2": ("deepspeed_peer.py", ["cpu-opt", "--stage", "2"], "deepspeed")}
 OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -44,9 +51,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=ROWS, metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
-    parser.add_argument("--directory", action="append", default=[], help="on a drive, for the row drive; one for each drive")
+    parser.add_argument("--directory", action="append", default=[], help="on a drive, for the rows drive; one for each drive")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one row")
-    parser.add_argument("--program", help="the program offloadd, for the row drive")
+    parser.add_argument("--program", help="the program offloadd, for the rows drive")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of some million parameters")
     parser.add_argument("--row", choices=ROWS, help=argparse.SUPPRESS)
@@ -112,22 +119,33 @@ def measure(args):
 
         def step():
             tokens = torch.randint(vocabulary, shape, device=args.device)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+            with optimizer.update_in_backward() if OURS.get(args.row) else contextlib.nullcontext():
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
             wait(args.device)
             backward_ended = time.perf_counter()
-            clip(model.parameters(), 1.0)
+            if not OURS.get(args.row):
+                clip(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach(), [backward_ended]
 
+        def alone():
+            tokens = torch.randint(vocabulary, shape, device=args.device)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            model.zero_grad()
+            return loss.detach(), []
+
         rates = bus_rates(args.device)
+        # Updates that begin in backward may slow it down.
+        (alone_s,), _ = timed(alone, 3, args.device) if OURS.get(args.row) else ((None,), [])
         forget_peak(args.device)
         (compute_s, update_s), losses = timed(step, args.steps, args.device)
         row = {"params": params, "step_s": compute_s + update_s, "compute_s": compute_s, "update_s": update_s}
         row |= derived(params, row["step_s"], args)
-        if args.row in ("host", "drive"):
-            row |= bound_of(args, optimizer, params, compute_s, rates)
+        if args.row in OURS:
+            row |= bound_of(args, optimizer, params, alone_s or compute_s, rates)
             row["of_the_bound"] = row["bound_s"] / row["step_s"]
             optimizer.close()
         show(**row, gpu_gib=peak_gib(args.device), first_loss=losses[0], last_loss=losses[-1], torch=torch.__version__)
@@ -170,10 +188,11 @@ def optimizer_of(args, model, temporary):
         return CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **OPTIMIZER), clip
     import offloadd
 
-    directory = (args.directory or [temporary]) if args.row == "drive" else None
+    directory = (args.directory or [temporary]) if args.row.startswith("drive") else None
     options = {"program": args.program} if args.program else None
     where = [pathlib.Path(one) / "offloadd-optimizers" for one in directory] if directory else None
-    return offloadd.optim.AdamW(model.named_parameters(), **OPTIMIZER, directory=where, options=options), offloadd.optim.clip_grad_norm_
+    given = {**OPTIMIZER, "directory": where, "options": options, "overlap_backward": args.row == "overlap"}
+    return offloadd.optim.AdamW(model.named_parameters(), **given), offloadd.optim.clip_grad_norm_
 
 
 class WithMasters:
@@ -207,7 +226,7 @@ def bound_of(args, optimizer, params, compute_s, rates):
     run = optimizer._run
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     found = {"bus_s": bus_s, "bound_s": compute_s + bus_s, "host_gib": last["host_bytes"] / 2**30, "read_bytes": last["device_read_bytes"]}
-    if args.row == "drive":
+    if args.row.startswith("drive"):
         found |= {"written_bytes": last["device_written_bytes"], "drive_bound_s": last["bound_s"]}
         found["bound_s"] = max(found["bound_s"], last["bound_s"])
     return found

@@ -238,6 +238,12 @@ impl Drop for Core {
     }
 }
 
+/// Scalars of a step's updates: lr, beta1, beta2, eps, weight_decay.
+type Groups = Vec<(f64, f64, f64, f64, f64)>;
+
+/// Of each parameter in the units' order its group, the number of its update from 1 or 0 for no update, and the factor of its gradient.
+type OfParams = Vec<(usize, u64, f64)>;
+
 /// What is committed beside the tiles.
 type Blob = Option<Py<PyBytes>>;
 
@@ -451,18 +457,35 @@ impl Core {
         })
     }
 
-    /// Ends the step. `groups` are (lr, beta1, beta2, eps, weight_decay); of each parameter in the units' order,
-    /// `of_params` has (group, update number from 1 or 0 for no update, factor of the gradient).
-    fn finish(
-        &self,
-        py: Python<'_>,
-        groups: Vec<(f64, f64, f64, f64, f64)>,
-        of_params: Vec<(usize, u64, f64)>,
-    ) -> PyResult<()> {
+    /// Ends the step: updates the units whose gradients have come and whose updates have not begun.
+    fn finish(&self, py: Python<'_>, groups: Groups, of_params: OfParams) -> PyResult<()> {
         self.with(py, |run| {
             let hyper = StepHyper::new(&groups, &of_params);
             run.io = StepIo::default();
             run.io = run.swapper.finish_unsealed(Some(hyper))?;
+            Ok(())
+        })
+    }
+
+    /// Begins to update the units whose gradients have come in this step, while others are still to come. `hyper` has what `finish` takes, of
+    /// the whole step, with its first call.
+    fn begin_updates(&self, py: Python<'_>, hyper: Option<(Groups, OfParams)>) -> PyResult<()> {
+        let hyper = hyper.map(|(groups, of_params)| StepHyper::new(&groups, &of_params));
+        let begin = move |run: &mut OpenRun| run.swapper.begin_updates(hyper);
+        match self.mover.get() {
+            Some(mover) => {
+                mover.post(move |run| Ok(begin(run)?));
+                Ok(())
+            }
+            None => self.with(py, begin),
+        }
+    }
+
+    /// Ends a step whose units are all being updated.
+    fn finish_begun(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |run| {
+            run.io = StepIo::default();
+            run.io = run.swapper.finish_begun()?;
             Ok(())
         })
     }

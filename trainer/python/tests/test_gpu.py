@@ -167,7 +167,7 @@ def mixture_on(rank, ranks, path, gpu):
 def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
     def run(name, gpu=True, **options):
         kill, place = options.pop("kill", (0, None)), {"compute_device": "cuda:0"} if gpu else {}
-        early = {"overlap_backward": options.pop("overlap_backward", False)}
+        early = {name: options.pop(name) for name in ("overlap_backward", "in_backward") if name in options}
         given = {"dtype": "bfloat16", "kill": kill, **early, "options": {"program": PROGRAM, "gradients": "nvme", **place, **options}}
         begin = functools.partial(start, fake, "only_optimizer.py") if gpu else functools.partial(forks.start, HERE / "scripts" / "only_optimizer.py")
         process = begin(tmp_path / name, json.dumps(given))
@@ -178,6 +178,7 @@ def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
     whole = run("cpu", gpu=False)
     assert run("gpu", optimizer_device="gpu") == whole
     assert run("early", overlap_backward=True) == whole
+    assert run("begun", in_backward=True) == run("not-clipped", gpu=False, in_backward=False)
     cut = run("cut", kill=(6, "seal"))
     assert len(cut) == 6 and cut[:5] + run("cut") == whole
     expected = on_ranks(2, tmp_path / "store", sharded, "offloadd", None, torch.bfloat16)

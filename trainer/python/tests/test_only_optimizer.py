@@ -521,12 +521,14 @@ def script(directory, **given):
 
 
 @needs_daemon
-@pytest.mark.parametrize("rule, master", [("AdamW", "fp32"), ("AdamW", "bf16"), ("Lion", "fp32")])
-def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, master):
-    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule, "master": master}
+@pytest.mark.parametrize("rule, master, begins", [("AdamW", "fp32", False), ("AdamW", "bf16", True), ("Lion", "fp32", False)])
+def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, master, begins):
+    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule, "master": master, **({"in_backward": False} if begins else {})}
     whole, _ = script(tmp_path / "whole", **kind)
     lines = {}
     kills = [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]
+    if begins:
+        kind["in_backward"], kills = True, [((4, "begin_updates"), 0), ((5, "finish_begun"), 3)]
     for kill, resumed in kills if (rule, master) == ("AdamW", "fp32") else kills[:2]:
         found, killed = script(tmp_path / "killed", **kind, kill=kill)
         # Each step is committed when it ends.

@@ -1,9 +1,11 @@
 """`offloadd.optim.AdamW` on several ranks: FSDP2's DTensors, of which each rank has its part, and whole parameters under DistributedDataParallel."""
 
+import contextlib
 import os
 import pathlib
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,7 +115,9 @@ def differ(rank, ranks):
     if rank:
         model.module.head.bias.grad = None
     told = []
-    for call in (optimizer.step, lambda: replicas().step(), made(ranks, "offloadd", None, torch.float32, "ddp", overlap_backward=True)[1].resume):
+    other = made(ranks, "offloadd", None, torch.float32, "ddp")[1]
+    early = made(ranks, "offloadd", None, torch.float32, "ddp", overlap_backward=True)[1]
+    for call in (optimizer.step, lambda: replicas().step(), early.resume, lambda: other.update_in_backward().__enter__()):
         with pytest.raises(offloadd.NotSupported) as raised:
             call()
         told.append(str(raised.value))
@@ -128,14 +132,16 @@ def replicas():
 
 @needs_daemon
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
-    for gradients, placements, early in on_ranks(4, tmp_path / "store", differ):
+    for gradients, placements, early, begun in on_ranks(4, tmp_path / "store", differ):
         assert "module.head.bias has a gradient on one of ranks" in gradients
         assert "blocks.0.linear.weight has the placements" in placements and "HSDP" in placements
         assert "overlap_backward with module.blocks.0.linear.weight, which is whole on each rank" in early
+        assert "update_in_backward() with module.blocks.0.linear.weight, which is whole on each rank" in begun
 
 
 def checkpointed(rank, ranks, kind, directory, way, load=None, save=None):
-    """Losses and weights of some steps, the last of six; before or after the first three a checkpoint of torch.distributed.checkpoint."""
+    """Losses and weights of some steps, the last of six; before or after the first three a checkpoint of torch.distributed.checkpoint.
+    Who saves begins updates in backward."""
     model, optimizer = made(ranks, kind, directory, torch.bfloat16, way)
     if load:
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
@@ -145,8 +151,11 @@ def checkpointed(rank, ranks, kind, directory, way, load=None, save=None):
     losses = []
     for number, x in enumerate(batches(6)[3 if load else 0 :], 1):
         # The same on all ranks: their number changes no gradient, but for rounding.
-        loss = model(x.to(torch.bfloat16)).square()
-        loss.backward()
+        begins = save and kind == "offloadd"
+        with optimizer.update_in_backward() if begins else contextlib.nullcontext():
+            loss = model(x.to(torch.bfloat16)).square()
+            loss.backward()
+        assert not begins or len(optimizer._run._begun.units) > 3, "updates begin when FSDP has divided the gradients"
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -170,7 +179,7 @@ def test_a_distributed_checkpoint_goes_on_with_another_number_of_ranks_and_in_pl
     saved = str(tmp_path / "saved")
     losses, weights = run("whole", 2, "offloadd", tmp_path / "drive", "fsdp2", None, saved)
     found, ours = run("ddp", 2, "offloadd", None, "ddp", saved)
-    assert found == losses[3:] and equal(ours, weights), "with the bits of the masters"
+    assert found == losses[3:] and equal(ours, weights), "with the bits of the masters, and of steps that begin in backward"
     for name, ranks, kind in (("three", 3, "offloadd"), ("plain", 2, "torch")):
         found, _ = run(name, ranks, kind, None, "fsdp2", saved)
         assert found[0] == losses[3] and found == pytest.approx(losses[3:], rel=0.2), name
@@ -218,16 +227,16 @@ def of_the_page(rank, ranks, dir, accelerated):
         accelerate.PartialState._shared_state["distributed_type"] = state.distributed_type = accelerate.DistributedType.FSDP
         state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
         state.fsdp_plugin.transformer_cls_names_to_wrap = ["LlamaDecoderLayer"]
-        names = snippet(4, dir, {"model": llama(), "loader": loader()})
+        names = snippet(5, dir, {"model": llama(), "loader": loader()})
         assert names["optimizer"].optimizer.steps_done == 4
         found = whole(names["model"].lm_head.weight).clone(), type(names["model"]).__name__
         names["optimizer"].optimizer.close()
         return found
-    names = snippet(1, dir, {"model": llama()})
+    names = snippet(2, dir, {"model": llama()})
     losses_of(names, dir, loader())
-    snippet(2, dir, names)
-    expected = losses_of(names, dir, loader())
     snippet(3, dir, names)
+    expected = losses_of(names, dir, loader())
+    snippet(4, dir, names)
     assert losses_of(names, dir, loader()) == expected
     names["optimizer"].close()
 
@@ -235,7 +244,7 @@ def of_the_page(rank, ranks, dir, accelerated):
 def of_trainer(rank, ranks, dir):
     """Hugging Face's Trainer with `--fsdp`, on torch's optimizer and on ours, which is resumed from a checkpoint."""
     data, losses = [{name: one[0] for name, one in batch.items()} for batch in loader(32)], []
-    for number, steps in [(None, 4), (5, 2), (5, 4)]:
+    for number, steps in [(None, 4), (6, 2), (6, 4)]:
         accelerate.state.AcceleratorState._reset_state(True)
         fsdp = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
         more = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.1}
@@ -268,10 +277,14 @@ def test_what_the_page_shows_runs(tmp_path):
     assert names["done"] == 0 and names["optimizer"].steps_done == 4
     again = snippet(0, tmp_path, {"model": llama(), "loader": loader(5)})
     assert again["done"] == 4 and again["optimizer"].steps_done == 5
+    model, scheduler = llama(), SimpleNamespace(step=lambda: None)
+    begun = snippet(1, tmp_path, {"model": model, "loader": [loader()[:2], loader()[2:]], "scheduler": scheduler})["optimizer"]
+    assert begun.steps_done == 2 and begun._run._begun is None
+    begun.close()
     for name in ("muon", "fsdp2", "accelerate"):
         (tmp_path / name).mkdir()
     model = llama()
-    muon = snippet(6, tmp_path / "muon", {"model": model})["optimizer"]
+    muon = snippet(7, tmp_path / "muon", {"model": model})["optimizer"]
     model(**loader(1)[0]).loss.backward()
     muon.step()
     assert len(muon.param_groups[0]["params"]) == 21 and sum("momentum_buffer" in one for one in muon.state_dict()["state"].values()) == 21

@@ -5,10 +5,11 @@ The counterpart of `_engine` without hooks: nothing moves in forward and backwar
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
@@ -63,6 +64,8 @@ class Beside:
         self._came: dict[int, GradientMark] = {}
         self._early: set[int] = set()
         self._came_again = self._said = False
+        # Called for each of these units, where their updates begin there.
+        self._begin: Optional[Callable[[ParamUnit], None]] = None
         # Whether some directions may lie in tiles that no step has used.
         self._torn = False
         self._hooks: list[Any] = []
@@ -111,10 +114,18 @@ class Beside:
         changed = set(_changed(self.seen, those))
         return [key for key in those if key not in changed]
 
-    def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True) -> None:
+    def changed_since_backward(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
+        """The name of a parameter whose gradient was taken in backward and is another one in `grads`."""
+        changed = _changed(self._came, {key: grads[key] for key in self._taken_early()})
+        return self.name_of[changed[0]] if changed else None
+
+    def _taken_early(self) -> set[int]:
+        return {id(piece.param) for unit in self.units if unit.index in self._early for piece in unit.params}
+
+    def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True, begun: bool = False) -> None:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
-        what was changed since then, if it is to `remember`."""
-        early = self._early if self._is_early(grads) and not self._torn else set()
+        what was changed since then, if it is to `remember`. Where updates have `begun`, nothing was."""
+        early = self._early if begun or self._is_early(grads) and not self._torn else set()
         self.forget()
         if not early:
             self.core.begin_step()
@@ -166,10 +177,36 @@ class Beside:
 
         self._hooks = [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
 
+    @contextlib.contextmanager
+    def beginning(self, begin: Callable[[ParamUnit], None]) -> Iterator[None]:
+        """Takes gradients in backward as with `take_early`, and calls `begin` when those of a unit are in its tiles."""
+        lasting = bool(self._hooks)
+        if not lasting:
+            self.take_early()
+        self._begin = begin
+        try:
+            yield
+        finally:
+            self._begin = None
+            if not lasting:
+                self._end_hooks()
+
+    def _end_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Backward has made the gradient of a parameter."""
-        if id(param) in self._came or self.seen:
+        again = id(param) in self._came
+        if self._begin is not None:
+            if again and any(unit.index in self._early for unit, _ in self.pieces[id(param)]):
+                raise NotSupported(
+                    f"{self.name_of[id(param)]} gets a second gradient after update_in_backward() has begun to update it: run only the last backward of a "
+                    "step in it, and no checkpoint with use_reentrant=True around what others use too"
+                )
+        elif again or self.seen:
             self._came_again = True
         if self._came_again:
             return
@@ -187,10 +224,12 @@ class Beside:
                 self._take(unit, {id(piece.param): piece.param.grad for piece in unit.params}, {})
                 self._early.add(unit.index)
                 self._came_again = False
+                if self._begin is not None:
+                    self._begin(unit)
 
     def _is_early(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether what was taken in backward is what `grads` has of it."""
-        taken = {id(piece.param) for unit in self.units if unit.index in self._early for piece in unit.params}
+        taken = self._taken_early()
         holds = not self._came_again and taken <= grads.keys() and not _changed(self._came, {key: grads[key] for key in taken})
         if self._hooks and not holds and not self._said:
             self._said = True
@@ -333,8 +372,7 @@ class Beside:
 
     def detach(self) -> None:
         """Watches the parameters no more, and lets their gradients be."""
-        for hook in self._hooks:
-            hook.remove()
+        self._end_hooks()
         for watched in self._watches.values():
             unwatch(watched.params)
 

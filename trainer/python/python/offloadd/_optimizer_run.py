@@ -21,12 +21,13 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Container, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
 from . import _muon, _opening
+from ._backward_step import BackwardStep, Scalars
 from ._beside import Beside
 from ._commits import Commits
 from ._config import Settings
@@ -76,7 +77,7 @@ def open_run(
         check_name(directory)
         units = param_units(named, _elems_of(named, ranks), ranks.rank, muon)
         if early:
-            check_early(units, ranks.count)
+            check_early(units, ranks.count, "overlap_backward")
         plan = ranks.together("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
         claim(plan.run_dir, "an optimizer")
         try:
@@ -133,6 +134,8 @@ class OptimizerRun:
         self._muon = {id(piece.param) for unit in units if unit.muon for piece in unit.params}
         # Factor of the gradient of each parameter in this step.
         self._scales: dict[int, float] = {}
+        # The step whose updates have begun in backward.
+        self._begun: Optional[BackwardStep] = None
         # Steps since the last commit.
         self._uncommitted = 0
         check_settings(optimizer)
@@ -201,6 +204,7 @@ class OptimizerRun:
     def square_sum(self, params: Sequence[nn.Parameter]) -> float:
         """The sum of squares of the gradients of `params` in this step, which `scale` may have scaled. They are in their tiles then."""
         self._check_open()
+        self.check_none_begun("offloadd.optim.clip_grad_norm_")
         self._check_others()
         beside, grads = self.beside, self.beside.came()
         if not beside.is_handed_over(grads):
@@ -224,8 +228,43 @@ class OptimizerRun:
 
     def forget_gradients(self) -> None:
         """Forgets gradients that were handed over and not used."""
+        if self._begun is None or self._begun.units:
+            self.check_none_begun("zero_grad()")
         self._scales.clear()
         self.beside.forget()
+
+    @contextlib.contextmanager
+    def updating_in_backward(self) -> Iterator[None]:
+        """Begins the updates of the next step in the backward within."""
+        self._check_open()
+        self.check_none_begun("another update_in_backward()")
+        beside = self.beside
+        if self.settings.rule == "Muon":
+            raise NotSupported("update_in_backward() with Muon, whose directions need whole matrices after their momentum: use overlap_backward=True")
+        check_early(beside.units, self.ranks.count, "update_in_backward()")
+        if self._scales:
+            raise NotSupported("update_in_backward() after offloadd.optim.clip_grad_norm_ in the same step: a step that is clipped cannot begin in backward")
+        self._check_others()
+        check_settings(self.optimizer)
+        self._take_changes()
+        self.forget_gradients()
+        scalars = self._scalars()
+        self._begun = BackwardStep(beside, self.core, scalars, self._of_params({id(param) for _, param in beside.named}, scalars))
+        try:
+            with self._begun.taking():
+                yield
+        finally:
+            if not self._begun.units:
+                self._begun = None
+                beside.forget()
+
+    def check_none_begun(self, what: str) -> None:
+        """Refuses what would change, drop or see a part of a step."""
+        if self._begun is not None:
+            raise NotSupported(
+                f"{what} before the step() that update_in_backward() has begun: call step() first. Leave update_in_backward() out where a step is clipped or "
+                "may be skipped, as GradScaler does after an overflow"
+            )
 
     def step(self) -> None:
         """Updates all parameters that have gradients. Without gradients it does nothing."""
@@ -233,28 +272,38 @@ class OptimizerRun:
         commits, beside, core = self.commits, self.beside, self.core
         self._check_others()
         check_settings(self.optimizer)
-        grads = beside.came()
-        if not grads:
+        grads, begun, scalars = beside.came(), self._begun, self._scalars()
+        if begun is not None:
+            begun.hand_over(grads, scalars)
+        elif not grads:
             return
-        handed_over = beside.is_handed_over(grads)
-        if not handed_over:
-            self._check_unchanged(grads)
-        if self._take_changes() or not handed_over:
-            beside.hand_over(grads, remember=False)
+        else:
+            handed_over = beside.is_handed_over(grads)
+            if not handed_over:
+                self._check_unchanged(grads)
+            if self._take_changes() or not handed_over:
+                beside.hand_over(grads, remember=False)
         norm = math.sqrt(sum(beside.square_sums.values()))
         if not math.isfinite(norm):
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
         beside.give_directions(grads, self._scales, self._group_of())
-        groups, of_params = self._of_params(grads)
+        units = [unit for unit in beside.units if any(id(piece.param) in grads for piece in unit.params)]
+        of_params = self._of_params(grads, scalars)
         self.ranks.meet(f"make step {self.steps_done + 1}")
         interrupts = Interrupts()
         # The engine ends the step all the same.
-        interrupts.note(lambda: core.finish(groups, of_params))
+        if begun is not None and begun.has_all(units):
+            interrupts.note(core.finish_begun)
+        else:
+            interrupts.note(lambda: core.finish(scalars[0], of_params))
+        self._begun = None
+        self._count_updates(grads)
         commits.steps_done += 1
         commits.note_step()
         commits.seal()
         self._scales.clear()
-        units = [unit for unit in beside.units if any(id(piece.param) in grads for piece in unit.params)]
+        if begun is not None:
+            units = begun.in_order(units)
         interrupts.repeat(lambda: beside.write_back(units))
         beside.forget()
         core.begin_step()
@@ -291,11 +340,10 @@ class OptimizerRun:
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
 
-    def _of_params(self, grads: dict[int, torch.Tensor]) -> tuple[list[tuple[float, ...]], list[tuple[int, int, float]]]:
-        """Scalars of updates; and their number, that of the update and the factor of the gradient for each piece, in the order of the plan: 0 is no
-        update."""
+    def _of_params(self, grads: Container[int], scalars: Scalars) -> list[tuple[int, int, float]]:
+        """The number of its scalars, that of the update and the factor of the gradient for each piece, in the order of the plan: 0 is no update."""
         updates, index_of, found = self.commits.updates, self.commits.layout.index_of, []
-        scalars, scalars_of = self._scalars()
+        _, scalars_of = scalars
         for unit in self.beside.all_units:
             of_unit = []
             for piece in unit.params:
@@ -303,10 +351,14 @@ class OptimizerRun:
                 if key not in grads:
                     of_unit.append((0, 0, 1.0))
                     continue
-                updates[index] = updates.get(index, 0) + 1
-                of_unit.append((scalars_of[id(piece)], updates[index], self._factor(unit, key)))
+                of_unit.append((scalars_of[id(piece)], updates.get(index, 0) + 1, self._factor(unit, key)))
             found += of_unit * (unit.ranks if unit.sharded else 1)
-        return scalars, found
+        return found
+
+    def _count_updates(self, grads: Container[int]) -> None:
+        updates, index_of = self.commits.updates, self.commits.layout.index_of
+        for index in (index_of[id(piece)] for unit in self.beside.all_units for piece in unit.params if id(piece.param) in grads):
+            updates[index] = updates.get(index, 0) + 1
 
     def _factor(self, unit: ParamUnit, key: int) -> float:
         """The factor of what tiles have as the gradient of a parameter."""
@@ -314,7 +366,7 @@ class OptimizerRun:
             return -self._scales.get(key, 1.0)
         return 1.0 if unit.muon else self._scales.get(key, 1.0)
 
-    def _scalars(self) -> tuple[list[tuple[float, ...]], dict[int, int]]:
+    def _scalars(self) -> Scalars:
         """The scalars of this step's updates, and the number of those of each piece."""
         pieces = [(unit, piece) for unit in self.beside.all_units for piece in unit.params]
         if self.settings.rule != "Muon":
@@ -330,6 +382,7 @@ class OptimizerRun:
     def drain(self) -> None:
         """Commits the last step."""
         self._check_open()
+        self.check_none_begun("a commit")
         self.commits.seal()
         self.ranks.meet("commit what is done")
         self.core.drain()
@@ -410,6 +463,7 @@ class OptimizerRun:
 
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
+        self.check_none_begun("load_state_dict()")
         beside, index_of = self.beside, self.commits.layout.index_of
         params = {id(param): param for _, param in beside.named}
         names, shapes = {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}
@@ -445,7 +499,7 @@ class OptimizerRun:
             self.close()
 
     def close(self, failed: Optional[BaseException] = None) -> None:
-        """Commits the last step and ends the run in order. Parameters keep their values."""
+        """Commits the last step, unless another one has begun in backward, and ends the run in order. Parameters keep their values."""
         if self.closed:
             return
         ranks, meetings = self.ranks, self.ranks.meetings
@@ -456,7 +510,7 @@ class OptimizerRun:
         try:
             if ranks.count > 1 and failed is not None:
                 meetings.end(f"{type(failed).__name__}: {failed}")
-            if not meetings.broken:
+            if not meetings.broken and self._begun is None:
                 self.drain()
             # The daemon ends with the part of its node's first rank.
             if ranks.first_of_node and not meetings.broken:

@@ -195,12 +195,12 @@ def _check_mesh(name: str, param: Any, ranks: int) -> None:
         )
 
 
-def check_early(units: Sequence[ParamUnit], ranks: int) -> None:
-    """Refuses to take gradients in backward where they are not final there."""
+def check_early(units: Sequence[ParamUnit], ranks: int, what: str) -> None:
+    """Refuses to take gradients in backward, as `what` does, where they are not final there."""
     whole = next((piece.name for unit in units if not unit.sharded for piece in unit.params), None)
     if ranks > 1 and whole is not None:
         raise NotSupported(
-            f"overlap_backward with {whole}, which is whole on each rank: gradients are added up after backward has made them; leave overlap_backward out, or "
+            f"{what} with {whole}, which is whole on each rank: gradients are added up after backward has made them; leave it out, or "
             "divide the parameters with fully_shard"
         )
 

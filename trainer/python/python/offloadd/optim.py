@@ -13,13 +13,14 @@ Each step ends committed: a script that is killed goes on with the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Iterable, Optional, Sequence, Union
+from typing import Any, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
 
@@ -102,6 +103,20 @@ class _Alone(PreparedOptimizer):
         """The norm of the last step's gradients, before clipping."""
         return None if self._run is None else self._run.commits.reports.grad_norm
 
+    @contextlib.contextmanager
+    def update_in_backward(self) -> Iterator[None]:
+        """Begins the next step in the backward that runs within: each unit is updated as soon as its gradients are complete, with the settings that the
+        groups have at the beginning. `step` must follow, which brings the parameters back, with the same bits.
+
+            with optimizer.update_in_backward():
+                model(**batch).loss.backward()  # the last backward of the step
+            optimizer.step()
+
+        For steps whose gradients nothing changes after backward: what is begun cannot be undone, and clipping, `GradScaler`, a second backward and whatever
+        else would change the step are refused by name."""
+        with self._open(resume=False).updating_in_backward():
+            yield
+
     # torch.optim
 
     def step(self, closure: Any = None) -> Any:
@@ -135,7 +150,10 @@ class _Alone(PreparedOptimizer):
     @property
     def state(self) -> Mapping:
         """The moments of each parameter, read from tiles when somebody asks for them."""
-        return {} if self._run is None or self._loading else OptimizerStates(self._run)
+        if self._run is None or self._loading:
+            return {}
+        self._run.check_none_begun("optimizer.state")
+        return OptimizerStates(self._run)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -146,6 +164,7 @@ class _Alone(PreparedOptimizer):
         """`state_dict` of the optimizer in PyTorch, with all of this rank's moments in host memory, and the fp32 master of 16-bit parameters that have
         one, as `master_param`."""
         if self._run is not None:
+            self._run.check_none_begun("optimizer.state_dict()")
             check_room(self._run.moment_bytes, "optimizer.state_dict() with all moments")
         whole = torch.optim.Optimizer.state_dict(self)
         whole["state"] = {key: {name: plain(one) for name, one in dict(of_param).items()} for key, of_param in whole["state"].items()}
