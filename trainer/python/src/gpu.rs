@@ -637,5 +637,11 @@ pub(crate) fn fp8_refusal(py: Python<'_>, index: u32) -> PyResult<Option<String>
         .map_err(gpu_failed)
 }
 
+/// Sizes of factors in 8 bits are multiples of it.
+#[pyfunction]
+pub(crate) fn fp8_unit() -> usize {
+    kernels::fp8::FP8_UNIT
+}
+
 /// A place for a mover, empty while the model computes on the processor.
 pub(crate) type MoverCell = OnceLock<Mover>;

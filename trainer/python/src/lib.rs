@@ -35,7 +35,7 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 
 use crate::errors::{Error, Signals, failed};
 use crate::format::{Format, ParamPlan, UpdateFormat};
-use crate::gpu::{GpuMover, MoverCell, fp8_refusal, gpu_name};
+use crate::gpu::{GpuMover, MoverCell, fp8_refusal, fp8_unit, gpu_name};
 use crate::nodes::Exchange;
 use crate::open::{Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
@@ -634,7 +634,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<schedule::LossScale>()?;
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(fp8_refusal, module)?)?;
-    module.add("FP8_UNIT", kernels::fp8::FP8_UNIT)?;
+    module.add_function(wrap_pyfunction!(fp8_unit, module)?)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(plan::parse_memory, module)?)?;

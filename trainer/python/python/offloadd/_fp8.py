@@ -20,6 +20,8 @@ from ._errors import NotSupported
 from ._units import blocks_of
 
 _WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+# Sizes of factors are multiples of it.
+_UNIT = _offloadd.fp8_unit()
 # A layer with a smaller side gains nothing: the conversion takes as long as the product saves. Routers and adapters have one.
 SIDE_MIN = 1024
 
@@ -79,8 +81,8 @@ def _why_left_out(layer: nn.Linear) -> Optional[str]:
         return "not in bfloat16"
     if min(layer.in_features, layer.out_features) < SIDE_MIN:
         return f"with a side below {SIDE_MIN}"
-    if layer.in_features % _offloadd.FP8_UNIT or layer.out_features % _offloadd.FP8_UNIT:
-        return f"with a side that is no multiple of {_offloadd.FP8_UNIT}"
+    if layer.in_features % _UNIT or layer.out_features % _UNIT:
+        return f"with a side that is no multiple of {_UNIT}"
     return None
 
 
@@ -93,7 +95,7 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     # Matrix units take rows that lie one after another.
     rows = x.reshape(-1, layer.in_features).contiguous()
     count = rows.shape[0]
-    if missing := -count % _offloadd.FP8_UNIT:
+    if missing := -count % _UNIT:
         # Rows of zeros change no scale and no sum.
         rows = nn.functional.pad(rows, (0, 0, 0, missing))
     return _Linear.apply(rows, layer.weight, layer.bias)[:count].view(*x.shape[:-1], layer.out_features)

@@ -27,12 +27,12 @@ pub(crate) enum Products {
 /// Largest values of a projection's factors that forward and backward convert, each found once.
 #[derive(Default)]
 pub(super) struct LargestValues {
-    input: OnceCell<Found>,
-    weight: OnceCell<Found>,
+    input: OnceCell<LargestValue>,
+    weight: OnceCell<LargestValue>,
 }
 
 /// The largest value of a factor.
-enum Found {
+enum LargestValue {
     /// On the GPU.
     Parts(Largest),
     /// As a number; a later use must be of a factor with the same one.
@@ -76,7 +76,7 @@ impl Products {
         own: &'a Tensor,
         format: Fp8Format,
         layout: Fp8Layout,
-        largest: &OnceCell<Found>,
+        largest: &OnceCell<LargestValue>,
     ) -> Result<Factor<'a>, ComputeError> {
         let fp8 = match self {
             Products::InKind => None,
@@ -84,9 +84,9 @@ impl Products {
             Products::Fp8(kernels) => {
                 let x = own.f_contiguous()?;
                 if largest.get().is_none() {
-                    let _ = largest.set(Found::Parts(kernels.largest(&x)?));
+                    let _ = largest.set(LargestValue::Parts(kernels.largest(&x)?));
                 }
-                let Some(Found::Parts(largest)) = largest.get() else {
+                let Some(LargestValue::Parts(largest)) = largest.get() else {
                     unreachable!("one engine computes in one way");
                 };
                 Some(kernels.convert(&x, largest, format, layout)?)
@@ -172,17 +172,17 @@ fn transposed(matrix: &Fp8Matrix) -> (&Tensor, &Tensor) {
 fn plain_convert(
     x: &Tensor,
     format: Fp8Format,
-    found: &OnceCell<Found>,
+    found: &OnceCell<LargestValue>,
 ) -> Result<Fp8Matrix, ComputeError> {
     let wide = x.f_to_kind(Kind::Double)?;
     let largest = wide.f_abs()?.f_max()?.f_double_value(&[])?;
-    match found.get_or_init(|| Found::Plain(largest)) {
-        Found::Plain(before) => assert_eq!(
+    match found.get_or_init(|| LargestValue::Plain(largest)) {
+        LargestValue::Plain(before) => assert_eq!(
             before.to_bits(),
             largest.to_bits(),
             "a largest value is that of its factor"
         ),
-        Found::Parts(_) => unreachable!("one engine computes in one way"),
+        LargestValue::Parts(_) => unreachable!("one engine computes in one way"),
     }
     let scale = if largest == 0.0 || !largest.is_finite() {
         1.0
