@@ -352,6 +352,29 @@ def stopped_in_step(optimizer, model):
     optimizer.step()
 
 
+def stopped_while_taken(optimizer, model):
+    memory = optimizer._run.beside.memory
+    taken, count = memory.hand_over, [0]
+
+    def hand_over(unit):
+        taken(unit)
+        count[0] += 1
+        if count[0] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "hand_over", hand_over)
+        with optimizer.update_in_backward(), contextlib.suppress(KeyboardInterrupt):
+            AGAIN(optimizer, model)
+    optimizer.step()
+
+
+def not_finite(optimizer, model):
+    with optimizer.update_in_backward():
+        (model(batches(1)[0]).square() * float("inf")).backward()
+    optimizer.step()
+
+
 def clipped_before(optimizer, model):
     model(batches(1)[0]).square().backward()
     clip_grad_norm_(optimizer, 0.1)
@@ -361,8 +384,7 @@ def clipped_before(optimizer, model):
 
 AGAIN = lambda optimizer, model: model(batches(1)[0]).square().backward()
 
-# What is done, what is said of it, and whether the step can be made all the same, or what has to be done before. A step after an overflow would make
-# all parameters nan, as with torch.optim.
+# What is done, what is said of it, and whether the step can be made all the same, or what has to be done before.
 REFUSED = {
     "a second backward within": (within(AGAIN), "gets a second gradient after", False),
     "a second backward after": (after(AGAIN), "was changed or dropped after", False),
@@ -376,10 +398,12 @@ REFUSED = {
     "zero_grad": (after(lambda optimizer, model: optimizer.zero_grad()), r"zero_grad\(\) before the step", True),
     "zero_grad of the model": (after(lambda optimizer, model: model.zero_grad()), "was changed or dropped after", False),
     "a scaler": (lambda optimizer, model: scaled(optimizer, model, 1.0), "was changed or dropped after", False),
-    "a scaler's overflow": (lambda optimizer, model: scaled(optimizer, model, float("inf")), r"zero_grad\(\) before .* GradScaler", None),
+    "a scaler's overflow": (lambda optimizer, model: scaled(optimizer, model, float("inf")), r"zero_grad\(\) before .* GradScaler", False),
+    "a gradient that is not finite": (not_finite, "a gradient is not finite", False),
     "a learning rate": (after(set_lr), "was changed after update_in_backward", set_back),
     "a parameter": (after(write), "head.weight was written after", False),
     "an interrupt": (stopped, "KeyboardInterrupt has ended the backward", False),
+    "an interrupt on the way to a tile": (stopped_while_taken, "an exception has ended the backward", False),
     "an interrupt in the step": (stopped_in_step, "was interrupted", False),
     "a step within": (within(lambda optimizer, model: optimizer.step()), "call it after the with block", False),
     "another one within": (within(lambda optimizer, model: optimizer.update_in_backward().__enter__()), "another update_in_backward", False),
@@ -389,6 +413,18 @@ REFUSED = {
     "loading": (after(lambda optimizer, model: optimizer.load_state_dict(optimizer_state(model))), r"load_state_dict\(\) before the step", True),
     "a commit": (after(lambda optimizer, model: optimizer.commit()), "a commit before the step", True),
 }
+
+
+def test_a_clipped_step_whose_gradients_were_dropped_is_forgotten():
+    model = model_of()
+    optimizer = adamw(two_groups(model))
+    AGAIN(optimizer, model)
+    clip_grad_norm_(optimizer, 0.1)
+    model.zero_grad()
+    with optimizer.update_in_backward():
+        AGAIN(optimizer, model)
+    optimizer.step()
+    optimizer.close()
 
 
 def optimizer_state(model):

@@ -193,6 +193,24 @@ def test_what_is_trained_and_moved_changes_no_layer(tmp_path, small_layers, free
     assert found[0] == found[1] and said == [True, True]
 
 
+class Other(Block):
+    pass
+
+
+def test_the_blocks_that_a_script_names_compute_in_8_bits(small_layers):
+    model = net(blocks=2)
+    with pytest.raises(NotSupported, match=r"\(there is none\)"):
+        Fp8Layers(model, torch.device("cpu"))
+    assert len(Fp8Layers(model, torch.device("cpu"), ["Block"])._layers) == 4
+    # Blocks of two classes are not found, and the layers of a head are no blocks.
+    model.blocks.append(Other(32).to(BF16))
+    model.head = nn.Sequential(*(nn.Linear(32, 32, dtype=BF16) for _ in range(3)))
+    with pytest.raises(NotSupported, match=r"\(there is none\)"):
+        Fp8Layers(model, torch.device("cpu"))
+    found = Fp8Layers(model, torch.device("cpu"), ["Block", "Other", "head"])._layers
+    assert {layer.in_features * layer.out_features for layer in found} == {32 * 64, 32 * 32} and len(found) == 9
+
+
 @needs_daemon
 def test_a_forward_that_was_wrapped_meanwhile_is_plain_after_the_run(tmp_path, small_layers):
     model = net()

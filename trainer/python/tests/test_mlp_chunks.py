@@ -366,24 +366,28 @@ def test_transforms_of_torch_compute_whole_mlps():
     assert torch.equal(ours.model.layers[0].mlp(states[0, 0, 0]), whole(states[0, 0, 0]))
 
 
-def test_forwards_that_others_have_put_into_mlps_are_kept():
+def test_forwards_that_others_have_put_into_mlps_are_refused():
+    for put_into in (lambda mlp: mlp, lambda mlp: mlp.act_fn):
+        model = make(llama())
+        module = put_into(model.model.layers[1].mlp)
+        own = module.forward
+        # Each token has something of the others.
+        module.forward = lambda x, own=own: own(x) + x.mean(1, keepdim=True)
+        with pytest.raises(offloadd.NotSupported, match=r"layers.1.mlp.* was given a forward of its own"):
+            MlpChunks(model, CHUNKS)
+
+
+def test_a_forward_that_another_library_has_put_over_ours_is_whole_at_the_end():
     model = make(llama())
-    mlps = [layer.mlp for layer in model.model.layers]
-    own, called = mlps[0].forward, []
-
-    def forward(x):
-        called.append(x.shape)
-        return own(x)
-
-    mlps[0].forward = forward
+    mlp, called = model.model.layers[1].mlp, []
     chunks = MlpChunks(model, CHUNKS)
-    ours = mlps[1].forward
-    mlps[1].forward = later = lambda x: ours(x)
+    ours = mlp.forward
+    mlp.forward = later = lambda x: ours(x)
+    chunks.end()
+    mlp.act_fn.register_forward_hook(lambda module, given, result: called.append(result.shape[:2]))
     with torch.no_grad():
         model(torch.randint(VOCAB, (2, 17)))
-    assert called == [(1, 9, 32)] * 3 + [(1, 7, 32)]
-    chunks.end()
-    assert mlps[0].forward is forward and mlps[1].forward is later and "forward" not in vars(mlps[2])
+    assert called == [(2, 17)] and mlp.forward is later and "forward" not in vars(model.model.layers[2].mlp)
 
 
 def test_blocks_may_share_an_mlp():

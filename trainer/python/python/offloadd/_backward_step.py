@@ -9,6 +9,7 @@ What has begun cannot be undone: all that would change the step, drop it or see 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, Iterator, Optional
 
 import torch
@@ -54,14 +55,29 @@ class BackwardStep:
 
     def hand_over(self, grads: dict[int, torch.Tensor], scalars: Scalars) -> None:
         """Takes the gradients to tiles that have not come in backward. Refuses a step that would be another one than that which has begun."""
-        self._check(grads, scalars)
+        found: Optional[Error] = None
+        try:
+            self._check(grads, scalars)
+        except Error as error:
+            found = error
+        # All ranks make the step, or none.
+        (elsewhere,) = self._beside.ranks.any("look for what changed since updates began", bytes([found is not None]))
+        if found is not None:
+            raise found
+        if elsewhere:
+            raise Error(f"another rank cannot make the step whose updates have begun in backward, and names why: {_LOST}")
         # Unless it is made.
         self._failed = "a step whose updates had begun in backward was interrupted"
         self._beside.hand_over(grads, remember=False, begun=True)
+        if not math.isfinite(sum(self._beside.square_sums.values())):
+            self._failed = "a gradient is not finite in a step whose updates have begun in backward"
+            raise Error(f"{self._failed}, and nothing of it is committed: {_LOST}")
 
     def _check(self, grads: dict[int, torch.Tensor], scalars: Scalars) -> None:
         if self._taking:
             raise NotSupported("step() within update_in_backward(): call it after the with block")
+        if self._beside.interrupted:
+            self._failed = "an exception has ended the backward of a step whose updates had begun"
         if self._failed is not None:
             raise Error(f"{self._failed}: {_LOST}")
         if scalars != self._scalars:
@@ -74,7 +90,8 @@ class BackwardStep:
         if name is not None:
             self._failed = f"the gradient of {name} was changed or dropped after update_in_backward() had begun to update it"
             raise NotSupported(
-                f"{self._failed}: a step that is clipped, that GradScaler scales, or that has a second backward cannot begin within it. To go on, {_LOST}"
+                f"{self._failed}: a step that is clipped, that GradScaler scales, or that has a second backward cannot begin within it, nor one of DistributedDataParallel, "
+                f"also with one rank, which gives each gradient other memory. To go on, {_LOST}"
             )
         changed = self._beside.perhaps_changed()
         if changed:

@@ -64,6 +64,8 @@ class Beside:
         self._came: dict[int, GradientMark] = {}
         self._early: set[int] = set()
         self._came_again = self._said = False
+        # Whether an exception has ended the way of a unit's gradients to its tiles.
+        self.interrupted = False
         # Called for each of these units, where their updates begin there.
         self._begin: Optional[Callable[[ParamUnit], None]] = None
         # Whether some directions may lie in tiles that no step has used.
@@ -183,7 +185,7 @@ class Beside:
         lasting = bool(self._hooks)
         if not lasting:
             self.take_early()
-        self._begin = begin
+        self._begin, self.interrupted = begin, False
         try:
             yield
         finally:
@@ -219,13 +221,14 @@ class Beside:
         for unit, _ in self.pieces[id(param)]:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.
-                self._came_again = True
+                self._came_again = self.interrupted = True
                 self.core.announce([(True, _with_gradients(unit).index)])
                 self._take(unit, {id(piece.param): piece.param.grad for piece in unit.params}, {})
                 self._early.add(unit.index)
                 self._came_again = False
                 if self._begin is not None:
                     self._begin(unit)
+                self.interrupted = False
 
     def _is_early(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether what was taken in backward is what `grads` has of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
@@ -27,14 +27,15 @@ SIDE_MIN = 1024
 
 
 class Fp8Layers:
-    """Linear layers of a model's blocks that compute in 8 bits between `begin` and `end`. Which ones depends on the model alone, and not on what is
-    trained or moved."""
+    """Linear layers of a model's blocks that compute in 8 bits between `begin` and `end`. Which ones depends on the model and on what its
+    blocks are, and not on what is trained or moved."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Finds them. Raises `NotSupported` if the device cannot compute in 8 bits, or no layer can."""
+    def __init__(self, model: nn.Module, device: torch.device, wanted: Optional[Sequence] = None) -> None:
+        """Finds them; `wanted` names the blocks, as in `prepare`. Raises `NotSupported` if the device cannot compute in 8 bits, or no layer can."""
         if why := why_not(device):
             raise NotSupported(f'offloadd.matmuls is "fp8", but products cannot be computed in 8 bits: {why}: leave it out, or set it to "dtype"')
-        blocks = [block for _, block in blocks_of(model, None)]
+        # A layer that is a unit by itself, such as a head, is no block.
+        blocks = [block for _, block in blocks_of(model, wanted) if not isinstance(block, nn.Linear)]
         linear = {module: None for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
         self._on = False
         left_out = collections.Counter(why for module in linear if (why := _why_left_out(module)))

@@ -53,23 +53,20 @@ class MlpChunks:
         for mlp, name in found.items():
             _check(name, mlp)
         in_chunks = torch.compiler.disable(_in_chunks)
-        self._replaced: list[tuple[nn.Module, Any, Any]] = []
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        # Chunks of each MLP.
+        self._count = [count]
         for mlp, name in found.items():
-            before = vars(mlp).get("forward")
             # A copy of the module gets one of its own: what it is made of is copied with it.
-            vars(mlp)["forward"] = ours = functools.partial(in_chunks, mlp, mlp.forward, count, name)
-            self._replaced.append((mlp, before, ours))
+            vars(mlp)["forward"] = ours = functools.partial(in_chunks, mlp, mlp.forward, self._count, name)
+            self._replaced.append((mlp, ours))
 
     def end(self) -> None:
-        """The MLPs are computed whole again."""
-        for mlp, before, ours in self._replaced:
-            if vars(mlp).get("forward") is not ours:
-                # Another library has put its own over it, which then calls ours.
-                continue
-            if before is None:
+        """The MLPs are computed whole again, also by a forward of another library that calls ours."""
+        self._count[0] = 1
+        for mlp, ours in self._replaced:
+            if vars(mlp).get("forward") is ours:
                 del vars(mlp)["forward"]
-            else:
-                vars(mlp)["forward"] = before
         self._replaced.clear()
 
 
@@ -77,6 +74,9 @@ def _check(name: str, mlp: nn.Module) -> None:
     """Refuses an MLP whose rows may depend on each other, or that has more than one input or output."""
     leave_out = f"leave {_KEY} out"
     kind = type(mlp)
+    own = next((inner for inner, module in mlp.named_modules() if "forward" in vars(module)), None)
+    if own is not None:
+        raise NotSupported(f"{_KEY}: {'.'.join(filter(None, (name, own)))} was given a forward of its own, which may mix tokens: {leave_out}")
     if not kind.__module__.startswith("transformers.models."):
         raise NotSupported(f"{_KEY}: {name} is a {kind.__name__}, which is not an MLP of transformers, and may mix tokens: {leave_out}")
     inputs = list(inspect.signature(mlp.forward).parameters)
@@ -96,8 +96,11 @@ def _is_rowwise(module: nn.Module) -> bool:
     return kind in _ROWWISE or named or kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
-def _in_chunks(mlp: nn.Module, forward: Callable[..., Any], count: int, name: str, *args: Any, **kwargs: Any) -> Any:
+def _in_chunks(mlp: nn.Module, forward: Callable[..., Any], chunks: list[int], name: str, *args: Any, **kwargs: Any) -> Any:
     """The forward of an MLP, in place of its own, `forward`."""
+    (count,) = chunks
+    if count == 1:
+        return forward(*args, **kwargs)
     for inner, module in mlp.named_modules():
         if module is not mlp and any(getattr(module, hooks) for hooks in _HOOKS):
             raise NotSupported(f"{_KEY}: {name}.{inner} has a hook or is a unit of its own, and would see chunks: hook {name} itself, or leave the key out")

@@ -242,6 +242,8 @@ class OptimizerRun:
         if self.settings.rule == "Muon":
             raise NotSupported("update_in_backward() with Muon, whose directions need whole matrices after their momentum: use overlap_backward=True")
         check_early(beside.units, self.ranks.count, "update_in_backward()")
+        # A clipped step whose gradients were dropped is none.
+        self._scales = {key: self._scales[key] for key in beside.still(self._scales, beside.came())}
         if self._scales:
             raise NotSupported("update_in_backward() after offloadd.optim.clip_grad_norm_ in the same step: a step that is clipped cannot begin in backward")
         self._check_others()

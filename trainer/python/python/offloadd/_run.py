@@ -109,7 +109,7 @@ def prepare(
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
         sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
         chunks = MlpChunks(model, settings.mlp_chunks) if settings.mlp_chunks > 1 else None
-        run = _opened(model, optimizer, settings, directory, found, modules, experts, list(track), weights, ranks, resume)
+        run = _opened(model, optimizer, settings, directory, wanted, found, modules, experts, list(track), weights, ranks, resume)
         run.take_sequences(sequences)
         run.take_chunks(chunks)
     finally:
@@ -128,6 +128,7 @@ def _opened(
     optimizer: torch.optim.Optimizer,
     settings: Settings,
     directory: Path,
+    wanted: Optional[Sequence],
     found: list[Unit],
     modules: dict[int, nn.Module],
     experts: Experts,
@@ -142,7 +143,7 @@ def _opened(
     ranks.open(sum(len(unit.params) for unit in found))
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
-        fp8 = ranks.together("look for layers in 8 bits", lambda: _fp8_layers(model, settings, gpu))
+        fp8 = ranks.together("look for layers in 8 bits", lambda: _fp8_layers(model, settings, wanted, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
         begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume, fp8)
@@ -164,10 +165,10 @@ def _opened(
         raise
 
 
-def _fp8_layers(model: nn.Module, settings: Settings, gpu: Optional[GpuDevice]) -> Optional[Fp8Layers]:
+def _fp8_layers(model: nn.Module, settings: Settings, wanted: Optional[Sequence], gpu: Optional[GpuDevice]) -> Optional[Fp8Layers]:
     if settings.matmuls != "fp8":
         return None
-    return Fp8Layers(model, torch.device("cpu") if gpu is None else gpu.device)
+    return Fp8Layers(model, torch.device("cpu") if gpu is None else gpu.device, wanted)
 
 
 class Run:

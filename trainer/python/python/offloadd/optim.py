@@ -94,7 +94,8 @@ class _Alone(PreparedOptimizer):
             self._run.drain()
 
     def close(self) -> None:
-        """Commits the last step and gives the tiles back, as the end of the script does. State in host memory is lost. Parameters keep their values."""
+        """Commits the last step, unless another one has begun in backward, and gives the tiles back, as the end of the script does. State in host memory
+        is lost. Parameters keep their values."""
         if self._run is not None:
             self._run.close()
 
@@ -108,8 +109,9 @@ class _Alone(PreparedOptimizer):
         """Begins the next step in the backward that runs within: each unit is updated as soon as its gradients are complete, with the settings that the
         groups have at the beginning. `step` must follow, which brings the parameters back, with the same bits.
 
-            with optimizer.update_in_backward():
-                model(**batch).loss.backward()  # the last backward of the step
+            loss = model(**batch).loss
+            with optimizer.update_in_backward():  # the last backward of the step
+                loss.backward()
             optimizer.step()
 
         For steps whose gradients nothing changes after backward: what is begun cannot be undone, and clipping, `GradScaler`, a second backward and whatever
