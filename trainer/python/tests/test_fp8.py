@@ -252,6 +252,20 @@ def test_layers_that_compute_in_8_bits_are_said_and_plain_again_at_the_end(tmp_p
 
 
 @needs_daemon
+def test_a_run_that_goes_on_with_other_products_says_so(tmp_path, small_layers, capfd):
+    said = []
+    for matmuls in ("dtype", "fp8", "fp8", "dtype"):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path, matmuls=matmuls), run_dir=tmp_path / "run", resume=True):
+            trained(model, optimizer)
+        notes = [line for line in capfd.readouterr().err.splitlines() if "note: " in line]
+        said.append([line.partition("note: ")[2] for line in notes])
+    was = "offloadd.matmuls was {} up to step {}, and is {} from now on"
+    assert said == [[], [was.format("dtype", 6, "fp8")], [], [was.format("fp8", 18, "dtype")]]
+
+
+@needs_daemon
 def test_adapters_over_frozen_layers_in_8_bits(tmp_path, small_layers):
     peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
 

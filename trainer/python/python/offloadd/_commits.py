@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ._config import Settings
+from ._console import say
 from ._engine import Engine
 from ._layout import Layout
 from ._ranks import Ranks
@@ -20,6 +21,9 @@ from ._reports import Reports
 from ._state import random_state, same_random, set_random_state, to_blob
 
 State = dict[str, Any]
+
+# Settings that a resumed run may have other ones of, and that change what it computes.
+_CHANGE_RESULTS = ("matmuls", "mlp_chunks")
 
 
 class Commits:
@@ -81,6 +85,7 @@ class Commits:
             "epoch_random": position.random,
             "ranks": self.ranks.count,
             "data_ranks": self._data_ranks,
+            **{key: getattr(self.settings, key) for key in _CHANGE_RESULTS},
         }
 
     def first(self) -> bytes:
@@ -142,6 +147,12 @@ class Commits:
     def resume(self, state: State) -> None:
         """Continues after the step of `state`."""
         self.steps_done = state["steps_done"]
+        for key in _CHANGE_RESULTS if self.ranks.first else ():
+            now = getattr(self.settings, key)
+            # Commits that are older than a key do not have it.
+            was = state.get(key, now)
+            if self.steps_done and was != now:
+                say(f"note: offloadd.{key} was {was} up to step {self.steps_done}, and is {now} from now on")
         self._noted = state
         self.updates = dict(state["updates"])
         self.resumed_random = state["random"]
