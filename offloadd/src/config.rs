@@ -95,7 +95,6 @@ fn socket_default() -> PathBuf {
     SOCKET_DEFAULT.into()
 }
 
-/// One number for all devices, or one per device.
 #[derive(Debug, Default, Deserialize)]
 struct MetricsToml {
     /// Where Prometheus reads metrics: a unix socket, or a loopback address with a port.

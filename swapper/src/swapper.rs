@@ -479,6 +479,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// returns when it is acknowledged.
     pub fn seal(&mut self, blob: Vec<u8>) -> Result<(), SwapperError> {
         self.check()?;
+        self.check_finished()?;
         self.blob = blob.clone();
         if !self.counts_to_commit() {
             return Ok(());

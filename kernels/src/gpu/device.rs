@@ -27,7 +27,7 @@ pub struct GpuInfo {
     pub name: String,
     /// The compiler's name of the architecture: `sm_90`, `gfx942:sramecc+:xnack-`.
     pub arch: String,
-    /// Address among the PCI devices, as the kernel writes it: `0000:41:00.0`.
+    /// Address among the PCI devices, as the kernel writes it: `0000:41:00.0`. Empty if the driver does not say.
     pub pci: String,
     /// Total memory.
     pub memory_bytes: u64,

@@ -12,6 +12,9 @@ pub const DEVICES: &str = "/sys/bus/pci/devices";
 /// slower and no real limit.
 const GPU_GT_PER_S_MIN: f64 = 8.0;
 
+/// AMD's number among vendors: its cards have a switch of their own, whose ports inside the card are wider than the slot.
+const AMD: &str = "0x1002";
+
 /// A PCIe link: lanes, and transfers a second of each in units of 10^9.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
@@ -41,11 +44,24 @@ impl Link {
     pub fn of_busy_gpu(device: &Path) -> Option<Self> {
         let lanes = Self::read(device, "current")?.lanes;
         let most = Self::read(device, "max")?;
-        // The entry is a link into the tree of ports.
-        let port = device.canonicalize().ok()?;
-        let port = port.parent().and_then(|port| Self::read(port, "max"));
-        let gt_per_s = port.map_or(most.gt_per_s, |port| port.gt_per_s.min(most.gt_per_s));
-        (gt_per_s >= GPU_GT_PER_S_MIN).then_some(Self { lanes, gt_per_s })
+        let mut found = Self {
+            lanes,
+            gt_per_s: most.gt_per_s,
+        };
+        // The entry is a link into the tree of ports, from the card's own to that of the slot.
+        for port in device.canonicalize().ok()?.ancestors().skip(1) {
+            let Some(of_port) = Self::read(port, "max") else {
+                break;
+            };
+            found.gt_per_s = found.gt_per_s.min(of_port.gt_per_s);
+            let vendor = std::fs::read_to_string(port.join("vendor")).unwrap_or_default();
+            if vendor.trim() != AMD {
+                break;
+            }
+            // The one that is in the slot has the lanes of the slot.
+            found.lanes = Self::read(port, "current").map_or(found.lanes, |now| now.lanes.min(found.lanes));
+        }
+        (found.gt_per_s >= GPU_GT_PER_S_MIN).then_some(found)
     }
 
     /// Bytes a second in each direction. A byte is 10 bits up to PCIe 2, and from PCIe 3 on 128 of 130 bits are data.
@@ -98,6 +114,30 @@ mod tests {
             ("max_link_width", most.0),
             ("max_link_speed", most.1),
         ]
+    }
+
+    #[test]
+    fn a_card_with_a_switch_of_its_own_has_the_lanes_of_its_slot() {
+        let (gen5, gen4) = ("32.0 GT/s PCIe", "16.0 GT/s PCIe");
+        let dir = tempfile::tempdir().unwrap();
+        let slot = dir.path().join("slot");
+        let gpu = slot.join("outer/inner/gpu");
+        std::fs::create_dir_all(&gpu).unwrap();
+        let inside = files(("16", gen5), ("16", gen5));
+        let in_slot = files(("4", gen4), ("16", gen5));
+        let of_slot = files(("4", gen4), ("16", gen4));
+        for (at, files, vendor) in [
+            (&gpu, inside, AMD),
+            (&slot.join("outer/inner"), inside, AMD),
+            (&slot.join("outer"), in_slot, AMD),
+            (&slot, of_slot, "0x1022"),
+        ] {
+            for (name, text) in files.into_iter().chain([("vendor", vendor)]) {
+                std::fs::write(at.join(name), format!("{text}\n")).unwrap();
+            }
+        }
+        let link = Link::of_busy_gpu(&gpu).unwrap();
+        assert_eq!((link.lanes, link.gt_per_s), (4, 16.0));
     }
 
     #[test]

@@ -75,6 +75,7 @@ fn a_step_whose_updates_have_begun_is_finished_first() {
     refused(swapper.scatter(1, toy::all(7)), "takes no more gradients");
     refused(swapper.begin_step(scatter), "finish it first");
     refused(swapper.skip_step(toy::blob(1)).map(drop), "finish it first");
+    refused(swapper.seal(toy::blob(1)), "finish it first");
     refused(swapper.drain(), "finish it first");
     refused(
         swapper.visit_units(&[1], &mut |_, _, _| {}),

@@ -22,14 +22,18 @@ def only_read(gathering: Gathering, units: Sequence[Unit], instead: str) -> Iter
     """Refuses at its end what was written to weights of `units` meanwhile; `instead` says how trained ones are changed."""
     layers = [layer for layer in gathering.model.modules() if _merges(layer) and gathering.units_with(list(layer.get_base_layer().parameters()))]
     merged = [list(layer.merged_adapters) for layer in layers]
+    # Those that a script merges or unmerges meanwhile.
+    rounded: list[nn.Module] = []
     with contextlib.ExitStack() as replaced:
         for layer, name in itertools.product(layers, ("merge", "unmerge")):
-            replaced.enter_context(_replaced(vars(layer), name, _accepted(gathering, layer, getattr(layer, name))))
+            replaced.enter_context(_replaced(vars(layer), name, _accepted(gathering, layer, getattr(layer, name), rounded)))
         try:
             yield
         finally:
-            # Merging and its inverse round: what stays on a GPU is brought again, as the tiles have it.
-            for unit in gathering.units_with([param for layer in layers for param in layer.get_base_layer().parameters()]):
+            # Merging and its inverse round: what stays on a GPU is brought again, as the tiles have it. With several ranks also where this one has
+            # merged nothing: units stay on all of them or on none.
+            bring = layers if gathering.ranks.count > 1 else rounded
+            for unit in gathering.units_with([param for layer in bring for param in layer.get_base_layer().parameters()]):
                 unit.written = unit.written or not gathering.leads
     for layer, before in zip(layers, merged):
         if layer.merged_adapters != before:
@@ -59,11 +63,12 @@ def _merges(layer: nn.Module) -> bool:
     return all(hasattr(layer, name) for name in ("merged_adapters", "merge", "unmerge", "get_base_layer"))
 
 
-def _accepted(gathering: Gathering, layer: nn.Module, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A merge, or the inverse, whose writes are no change."""
+def _accepted(gathering: Gathering, layer: nn.Module, plain: Callable[..., Any], rounded: list[nn.Module]) -> Callable[..., Any]:
+    """A merge, or the inverse, whose writes are no change; notes the layer in `rounded`."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
+        rounded.append(layer)
         with contextlib.ExitStack() as stack:
             for unit in gathering.units_with(list(layer.get_base_layer().parameters())):
                 stack.enter_context(unit.watch.accepting())

@@ -59,6 +59,8 @@ pub enum FigureSource {
     Given,
     /// Read from this machine, its store, or an earlier start of the run.
     Measured,
+    /// Calculated from what the kernel says of a device, such as the link of a GPU.
+    Described,
     /// A default.
     Assumed,
 }
@@ -69,6 +71,7 @@ impl FigureSource {
         match self {
             Self::Given => "given",
             Self::Measured => "measured",
+            Self::Described => "by its link",
             Self::Assumed => "assumed",
         }
     }
@@ -281,8 +284,13 @@ fn given_gpu(memory_bytes: u64) -> GpuHardware {
 /// Rate of the bus to the GPU at `address` among the PCI `devices`, from its link.
 fn bus_of(devices: &Path, address: &str) -> Figure {
     let link = Link::of_busy_gpu(&devices.join(address));
-    let of_link = link.map(|link| bus_bytes_per_s(Some(link)));
-    Figure::first_known(None, of_link, bus_bytes_per_s(None))
+    Figure {
+        value: bus_bytes_per_s(link),
+        source: match link {
+            Some(_) => FigureSource::Described,
+            None => FigureSource::Assumed,
+        },
+    }
 }
 
 /// Describes this process's GPU, with its free memory.
@@ -318,7 +326,7 @@ mod tests {
         }
         let found = bus_of(devices.path(), "0000:41:00.0");
         assert!((found.value / 12.5e9 - 1.0).abs() < 1e-3, "{found:?}");
-        assert_eq!(found.source, FigureSource::Measured);
+        assert_eq!(found.source, FigureSource::Described);
         let other = bus_of(devices.path(), "0000:42:00.0");
         assert_eq!((other.value, other.source), (50e9, FigureSource::Assumed));
     }

@@ -172,7 +172,7 @@ impl Plan {
         let tflops = &self.hardware.tflops;
         match tflops.source {
             FigureSource::Assumed => estimated,
-            FigureSource::Given | FigureSource::Measured => {
+            FigureSource::Given | FigureSource::Measured | FigureSource::Described => {
                 estimated.scaled_to(self.operations.sum() / (tflops.value * 1e12))
             }
         }
