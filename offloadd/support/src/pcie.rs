@@ -59,7 +59,8 @@ impl Link {
                 break;
             }
             // The one that is in the slot has the lanes of the slot.
-            found.lanes = Self::read(port, "current").map_or(found.lanes, |now| now.lanes.min(found.lanes));
+            found.lanes =
+                Self::read(port, "current").map_or(found.lanes, |now| now.lanes.min(found.lanes));
         }
         (found.gt_per_s >= GPU_GT_PER_S_MIN).then_some(found)
     }
