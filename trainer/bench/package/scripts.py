@@ -229,21 +229,9 @@ class Case:
         if self.twin and not offloaded:
             more["ACCELERATE_USE_CPU"] = "1"
         log = self.work / f"{out.name}{'-resumed' if resume else ''}.log"
-        with open(log, "w") as output:
-            process = subprocess.Popen(command, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.work)
         # The last files that a checkpoint gets.
         last = [f"random_states_{rank}.pkl" for rank in range(self.nproc)] if self.twin else ["trainer_state.json"]
-        deadline = time.monotonic() + RUN_SECONDS_MAX
-        while process.poll() is None:
-            if kill and all((checkpoint / name).exists() for name in last) or time.monotonic() > deadline:
-                kill_with_children(process.pid)
-                process.wait()
-                if kill:
-                    return
-                raise RuntimeError(f"no end within {RUN_SECONDS_MAX} s, see {log}")
-            time.sleep(0.02)
-        if process.returncode or kill:
-            raise RuntimeError("ended before it was killed" if kill and not process.returncode else last_error(log))
+        run_or_kill(command, more, log, self.work, [checkpoint / name for name in last] if kill else [])
 
     def losses(self, out):
         """Returns the losses by step. The training loss of the scripts without the Trainer is that of the first rank."""
@@ -263,6 +251,23 @@ class Case:
         if any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             raise RuntimeError(f"loaded with {report}")
         return loaded.state_dict()
+
+
+def run_or_kill(command, more, log, cwd, last):
+    """Runs a command with `more` in its environment and its output in `log`: to its end, or until all of the files `last` exist, when it is killed."""
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd)
+    deadline = time.monotonic() + RUN_SECONDS_MAX
+    while process.poll() is None:
+        if last and all(file.exists() for file in last) or time.monotonic() > deadline:
+            kill_with_children(process.pid)
+            process.wait()
+            if last:
+                return
+            raise RuntimeError(f"no end within {RUN_SECONDS_MAX} s, see {log}")
+        time.sleep(0.01)
+    if process.returncode or last:
+        raise RuntimeError("ended before it was killed" if last and not process.returncode else last_error(log))
 
 
 def kill_with_children(pid):
@@ -318,6 +323,17 @@ def check(case):
     return cells
 
 
+def report(names, cells_of):
+    """Prints a row for each name. Returns whether one failed."""
+    failed = False
+    for name in names:
+        begun = time.monotonic()
+        cells = cells_of(name)
+        failed |= cells[-1].startswith("FAILED")
+        print(f"{name}: {'; '.join(cells)} ({time.monotonic() - begun:.0f} s)", flush=True)
+    return failed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=pathlib.Path, required=True, metavar="DIR", help="examples/pytorch of a checkout of transformers")
@@ -335,13 +351,7 @@ def main():
         file = options.work / "site" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    failed = False
-    for name in options.only:
-        begun = time.monotonic()
-        cells = check(Case(options, name))
-        failed |= cells[-1].startswith("FAILED")
-        print(f"{name}: {'; '.join(cells)} ({time.monotonic() - begun:.0f} s)", flush=True)
-    return failed
+    return report(options.only, lambda name: check(Case(options, name)))
 
 
 if __name__ == "__main__":

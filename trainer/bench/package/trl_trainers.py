@@ -15,11 +15,9 @@ import os
 import pathlib
 import runpy
 import shutil
-import subprocess
 import sys
-import time
 
-from scripts import HERE, PACKAGE, RUN_SECONDS_MAX, apart, kill_with_children, last_error
+from scripts import HERE, PACKAGE, apart, report, run_or_kill
 
 SCRIPT = HERE.parents[2] / "python/tests/scripts" / "trl_trainers.py"
 STEPS, BATCH = 4, 8
@@ -57,21 +55,7 @@ class Case:
         more = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         more |= {"HF_DATASETS_CACHE": str(self.work / "cache"), "TOKENIZERS_PARALLELISM": "false"}
         log = self.work / f"{out.name}{'-resumed' if resume else ''}.log"
-        with open(log, "w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, command)], env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.work
-            )
-        deadline = time.monotonic() + RUN_SECONDS_MAX
-        while process.poll() is None:
-            if kill and (checkpoint / "trainer_state.json").exists() or time.monotonic() > deadline:
-                kill_with_children(process.pid)
-                process.wait()
-                if kill:
-                    return
-                raise RuntimeError(f"no end within {RUN_SECONDS_MAX} s, see {log}")
-            time.sleep(0.01)
-        if process.returncode or kill:
-            raise RuntimeError("ended before it was killed" if kill and not process.returncode else last_error(log))
+        run_or_kill([sys.executable, *map(str, command)], more, log, self.work, [checkpoint / "trainer_state.json"] if kill else [])
 
     def logged(self, out, but=()):
         history = json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
@@ -119,13 +103,7 @@ def main():
     options.work = options.work.resolve()
     shutil.rmtree(options.work / "models", ignore_errors=True)
     made["make_models"](options.work / "models")
-    failed = False
-    for name in options.only:
-        begun = time.monotonic()
-        cells = check(Case(options, name))
-        failed |= cells[-1].startswith("FAILED")
-        print(f"{name}: {'; '.join(cells)} ({time.monotonic() - begun:.0f} s)", flush=True)
-    return failed
+    return report(options.only, lambda name: check(Case(options, name)))
 
 
 if __name__ == "__main__":
