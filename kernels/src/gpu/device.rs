@@ -8,7 +8,7 @@ use super::kernels::Kernels;
 use super::module::Module;
 use super::runtime::{Runtime, runtime};
 use super::table::Driver;
-use super::{GpuError, Vendor};
+use super::{GpuError, SOURCES, Vendor};
 
 /// A GPU. Cheap to clone; opening a device twice returns the same `Gpu`.
 ///
@@ -105,6 +105,20 @@ impl Gpu {
     /// There is no run-time compiler, or it refused a source.
     pub fn kernels(&self) -> Result<&Kernels, GpuError> {
         self.once(&self.0.kernels, || Kernels::compile(self))
+    }
+
+    /// Compiles the source of [`SOURCES`] that has this name, for this device.
+    ///
+    /// Panics if there is none of this name.
+    ///
+    /// # Errors
+    /// There is no run-time compiler, or it refused the source.
+    pub fn compile_own(&self, name: &str) -> Result<Module, GpuError> {
+        let (name, source) = SOURCES
+            .iter()
+            .find(|(own, _)| *own == name)
+            .expect("a source of ours");
+        self.compile(name, source, &CompileOptions::default())
     }
 
     /// Compiles `source` for this device, with `source/prelude.h` before it. `name` appears in messages.

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::{Arg, CompileOptions, DeviceAt, Function, FunctionUse, Gpu, GpuError, SOURCES, Stream};
+use super::{Arg, DeviceAt, Function, FunctionUse, Gpu, GpuError, Stream};
 use crate::adamw::{
     Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, UpdateRule, kernel_scalars,
     moment_offsets_bytes, state_tile_bytes,
@@ -106,14 +106,7 @@ pub struct TileAt<'a> {
 
 impl Kernels {
     pub(super) fn compile(gpu: &Gpu) -> Result<Self, GpuError> {
-        let module = |wanted: &str| {
-            let (name, source) = SOURCES
-                .iter()
-                .find(|(name, _)| *name == wanted)
-                .expect("a source of ours");
-            gpu.compile(name, source, &CompileOptions::default())
-        };
-        let (adamw, reduce) = (module("adamw")?, module("reduce")?);
+        let (adamw, reduce) = (gpu.compile_own("adamw")?, gpu.compile_own("reduce")?);
         let of_types = |name: &str| -> Result<[Function; 3], GpuError> {
             Ok([
                 reduce.function(&format!("{name}_bf16"))?,

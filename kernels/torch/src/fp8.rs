@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::TorchError;
 use kernels::fp8::FP8_UNIT;
-use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, SOURCES, Stream};
+use kernels::gpu::{Arg, Function, Gpu, GpuError, Stream};
 
 /// Most parts of a matrix's largest value, as in the source; also the threads of a block that converts.
 const LARGEST_PARTS: usize = 256;
@@ -96,11 +96,7 @@ impl Fp8Kernels {
     /// # Errors
     /// There is no run-time compiler, or it refused the source.
     pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
-        let (name, source) = SOURCES
-            .iter()
-            .find(|(name, _)| *name == "fp8")
-            .expect("a source of ours");
-        let module = gpu.compile(name, source, &CompileOptions::default())?;
+        let module = gpu.compile_own("fp8")?;
         Ok(Self {
             stream: gpu.default_stream(),
             device,

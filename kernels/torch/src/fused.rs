@@ -10,7 +10,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::TorchError;
-use kernels::gpu::{Arg, CompileOptions, Function, Gpu, GpuError, Module, SOURCES, Stream};
+use kernels::gpu::{Arg, Function, Gpu, GpuError, Module, Stream};
 
 /// Lanes of a warp, as in the sources.
 const WARP_LANES: usize = 32;
@@ -79,11 +79,7 @@ impl FusedKernels {
     /// # Errors
     /// There is no run-time compiler, or it refused the source.
     pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
-        let (name, source) = SOURCES
-            .iter()
-            .find(|(name, _)| *name == "fused")
-            .expect("a source of ours");
-        let module = gpu.compile(name, source, &CompileOptions::default())?;
+        let module = gpu.compile_own("fused")?;
         let variants = |name: &str| Variants::load(&module, name);
         Ok(Self {
             stream: gpu.default_stream(),
