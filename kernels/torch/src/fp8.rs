@@ -5,26 +5,11 @@
 
 use tch::{Device, Kind, Tensor};
 
+pub use kernels::gpu::Fp8Format;
+
 use crate::TorchError;
 use kernels::fp8::FP8_UNIT;
-use kernels::gpu::{Arg, Function, Gpu, GpuError, Stream};
-
-/// Most parts of a matrix's largest value, as in the source; also the threads of a block that converts.
-const LARGEST_PARTS: usize = 256;
-/// Threads of a block that finds a part of the largest value.
-const LARGEST_THREADS: usize = 512;
-/// Rows and columns that a block converts.
-const TILE: usize = 128;
-/// Elements of an access to 16-bit numbers.
-const ACCESS_ELEMS: usize = 8;
-/// A format of 8 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fp8Format {
-    /// 3 bits of mantissa, up to 448: activations and weights.
-    E4m3,
-    /// 2 bits of mantissa, up to 57,344: gradients, whose sizes differ more.
-    E5m2,
-}
+use kernels::gpu::{Fp8Addresses, Gpu, GpuError, Stream};
 
 /// Layouts of a converted matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,31 +37,19 @@ pub struct Fp8Matrix {
     pub inverse_scale: Tensor,
 }
 
-/// The compiled kernels of one GPU.
+/// The compiled kernels of one GPU, for torch's tensors.
 #[derive(Debug)]
 pub struct Fp8Kernels {
     stream: Stream,
     device: Device,
-    largest_parts: Function,
-    to_e4m3: Function,
-    to_e5m2: Function,
+    kernels: kernels::gpu::Fp8Kernels,
 }
 
-impl Fp8Format {
-    /// torch's name.
-    pub fn kind(self) -> Kind {
-        match self {
-            Fp8Format::E4m3 => Kind::Float8e4m3fn,
-            Fp8Format::E5m2 => Kind::Float8e5m2,
-        }
-    }
-
-    /// The largest number.
-    pub fn largest(self) -> f64 {
-        match self {
-            Fp8Format::E4m3 => 448.0,
-            Fp8Format::E5m2 => 57344.0,
-        }
+/// torch's name of a format.
+pub fn fp8_kind(format: Fp8Format) -> Kind {
+    match format {
+        Fp8Format::E4m3 => Kind::Float8e4m3fn,
+        Fp8Format::E5m2 => Kind::Float8e5m2,
     }
 }
 
@@ -96,13 +69,10 @@ impl Fp8Kernels {
     /// # Errors
     /// There is no run-time compiler, or it refused the source.
     pub fn compile(gpu: &Gpu, device: Device) -> Result<Self, GpuError> {
-        let module = gpu.compile_own("fp8")?;
         Ok(Self {
             stream: gpu.default_stream(),
             device,
-            largest_parts: module.function("largest_parts")?,
-            to_e4m3: module.function("to_fp8_e4m3")?,
-            to_e5m2: module.function("to_fp8_e5m2")?,
+            kernels: kernels::gpu::Fp8Kernels::compile(gpu)?,
         })
     }
 
@@ -112,17 +82,12 @@ impl Fp8Kernels {
     /// Out of memory, or the launch failed.
     pub fn largest(&self, x: &Tensor) -> Result<Largest, TorchError> {
         self.check(x)?;
-        let accesses = x.numel() / ACCESS_ELEMS;
-        let part_count = accesses.div_ceil(LARGEST_THREADS).min(LARGEST_PARTS);
+        let part_count = kernels::gpu::Fp8Kernels::part_count(x.numel());
         let parts = Tensor::f_empty([part_count as i64], (Kind::Int, self.device))?;
-        let args = [
-            Arg::Ptr(x.data_ptr() as u64),
-            Arg::Ptr(parts.data_ptr() as u64),
-            count(accesses),
-        ];
-        // SAFETY: the arguments match the kernel, which reads `numel` elements, a multiple of an access's at torch's alignment, and
-        // writes a part for each block.
-        unsafe { self.launch(&self.largest_parts, part_count, LARGEST_THREADS, &args)? };
+        let (from, to) = (x.data_ptr() as u64, parts.data_ptr() as u64);
+        // SAFETY: `x` has `numel` elements at torch's alignment, and `parts` was allocated for it. Tensors keep their memory until the
+        // kernel has run, as in `fused.rs`.
+        unsafe { self.kernels.largest(&self.stream, from, x.numel(), to)? };
         Ok(Largest(parts))
     }
 
@@ -138,31 +103,23 @@ impl Fp8Kernels {
         layout: Fp8Layout,
     ) -> Result<Fp8Matrix, TorchError> {
         let (rows, columns) = self.check(x)?;
-        let empty = |shape: [i64; 2]| Tensor::f_empty(shape, (format.kind(), self.device));
+        let empty = |shape: [i64; 2]| Tensor::f_empty(shape, (fp8_kind(format), self.device));
         let straight = layout.is_straight().then(|| empty([rows, columns]));
         let transposed = layout.is_transposed().then(|| empty([columns, rows]));
         let (straight, transposed) = (straight.transpose()?, transposed.transpose()?);
         let inverse_scale = Tensor::f_empty([0i64; 0], (Kind::Float, self.device))?;
 
         let address = |x: &Option<Tensor>| x.as_ref().map_or(0, |x| x.data_ptr() as u64);
-        let args = [
-            Arg::Ptr(x.data_ptr() as u64),
-            Arg::Ptr(address(&straight)),
-            Arg::Ptr(address(&transposed)),
-            Arg::Ptr(parts.data_ptr() as u64),
-            count(parts.numel()),
-            Arg::Ptr(inverse_scale.data_ptr() as u64),
-            count(rows as usize),
-            count(columns as usize),
-        ];
-        let function = match format {
-            Fp8Format::E4m3 => &self.to_e4m3,
-            Fp8Format::E5m2 => &self.to_e5m2,
+        let to = Fp8Addresses {
+            straight: address(&straight),
+            transposed: address(&transposed),
+            inverse_scale: inverse_scale.data_ptr() as u64,
         };
-        let tiles = (rows as usize).div_ceil(TILE) * (columns as usize).div_ceil(TILE);
-        // SAFETY: the arguments match the kernel, which touches `rows` times `columns` elements of each matrix that is not null; all
-        // were allocated with that number (asserted above for `x`).
-        unsafe { self.launch(function, tiles, LARGEST_PARTS, &args)? };
+        let from = (x.data_ptr() as u64, parts.data_ptr() as u64);
+        let sizes = [rows as usize, columns as usize];
+        // SAFETY: all matrices were allocated with rows times columns elements (asserted for `x`), and `parts` are those of `x`, by the
+        // contract. Tensors keep their memory until the kernel has run, as in `fused.rs`.
+        unsafe { (self.kernels).convert(&self.stream, from, to, format, sizes)? };
         Ok(Fp8Matrix {
             straight,
             transposed,
@@ -185,26 +142,6 @@ impl Fp8Kernels {
         );
         Ok((rows, columns))
     }
-
-    /// # Safety
-    /// Same as [`Function::launch`].
-    unsafe fn launch(
-        &self,
-        function: &Function,
-        blocks: usize,
-        threads: usize,
-        args: &[Arg],
-    ) -> Result<(), TorchError> {
-        let grid = [u32::try_from(blocks).expect("fewer than 2^32 blocks"), 1, 1];
-        // SAFETY: the caller's promise. Tensors keep their memory until the kernel has run, as in `fused.rs`.
-        unsafe { function.launch(grid, [threads as u32, 1, 1], 0, &self.stream, args)? };
-        Ok(())
-    }
-}
-
-/// A kernel's argument for a number of elements, rows or parts.
-fn count(elems: usize) -> Arg {
-    Arg::U32(u32::try_from(elems).expect("fewer than 2^32"))
 }
 
 /// How sums of products are kept.

@@ -629,19 +629,5 @@ pub(crate) fn gpu_name(py: Python<'_>, index: u32) -> PyResult<String> {
         .map_err(gpu_failed)
 }
 
-/// Why GPU `index` cannot multiply 8-bit numbers; None if it can.
-#[pyfunction]
-pub(crate) fn fp8_refusal(py: Python<'_>, index: u32) -> PyResult<Option<String>> {
-    py.detach(|| Gpu::open(index))
-        .map(|gpu| kernels::fp8::fp8_refusal(gpu.info().vendor, &gpu.info().arch))
-        .map_err(gpu_failed)
-}
-
-/// Sizes of factors in 8 bits are multiples of it.
-#[pyfunction]
-pub(crate) fn fp8_unit() -> usize {
-    kernels::fp8::FP8_UNIT
-}
-
 /// A place for a mover, empty while the model computes on the processor.
 pub(crate) type MoverCell = OnceLock<Mover>;

@@ -11,6 +11,7 @@
 mod checkpoint;
 mod errors;
 mod format;
+mod fp8;
 mod gpu;
 mod memory;
 mod nodes;
@@ -35,7 +36,8 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 
 use crate::errors::{Error, Signals, failed};
 use crate::format::{Format, ParamPlan, UpdateFormat};
-use crate::gpu::{GpuMover, MoverCell, fp8_refusal, fp8_unit, gpu_name};
+use crate::fp8::{Fp8Converter, fp8_refusal, fp8_unit};
+use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
 use crate::open::{Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
@@ -631,6 +633,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Exchange>()?;
     module.add_class::<StepFacts>()?;
     module.add_class::<GpuMover>()?;
+    module.add_class::<Fp8Converter>()?;
     module.add_class::<schedule::LossScale>()?;
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(fp8_refusal, module)?)?;

@@ -3,13 +3,13 @@
 //! The Python half promises of each address it passes: the storage of a whole unit lies there, it is in the processor's
 //! memory, and nothing else reads or writes it until the call returns. For addresses in a GPU's memory it promises that
 //! the storage stays until `GpuMover::release`, or until `GpuMover::grad_room` for its buffer, and is freed on the stream
-//! `room`; handles of streams are PyTorch's, which it never destroys.
+//! `room`; what `Fp8Converter` reads and writes was allocated on the stream that it gets; handles of streams are PyTorch's, which it never destroys.
 
 #![allow(unsafe_code)]
 
 use std::ops::Range;
 
-use kernels::gpu::{DeviceBuffer, Gpu, Stream};
+use kernels::gpu::{DeviceBuffer, Fp8Addresses, Fp8Format, Fp8Kernels, Gpu, GpuError, Stream};
 
 /// The bytes of `elems` of a unit that lies at `address`.
 pub(crate) fn elements<'a>(address: usize, elems: &Range<u64>, elem_bytes: usize) -> &'a [u8] {
@@ -37,4 +37,21 @@ pub(crate) fn on_gpu(gpu: &Gpu, address: usize, bytes: usize) -> DeviceBuffer {
 pub(crate) fn torch_stream(gpu: &Gpu, handle: usize) -> Stream {
     // SAFETY: the module's promise.
     unsafe { gpu.borrowed_stream(handle) }
+}
+
+/// Enqueues the conversion of the matrix at `from.0` with scratch memory at `from.1`.
+pub(crate) fn to_fp8(
+    kernels: &Fp8Kernels,
+    stream: &Stream,
+    from: (u64, u64),
+    to: Fp8Addresses,
+    format: Fp8Format,
+    sizes: [usize; 2],
+) -> Result<(), GpuError> {
+    let [rows, columns] = sizes;
+    // SAFETY: the module's promise: PyTorch allocated all of it for these sizes, and keeps it until its stream has run.
+    unsafe {
+        kernels.largest(stream, from.0, rows * columns, from.1)?;
+        kernels.convert(stream, from, to, format, sizes)
+    }
 }

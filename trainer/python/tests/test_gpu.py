@@ -61,6 +61,13 @@ def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fak
     assert not [case["case"] for case in cases if not case["same"]]
 
 
+@needs_compiler
+def test_a_gpus_kernels_convert_to_8_bits_as_pytorchs_operators_do(fake):
+    process = start(fake, "fp8_on_gpu.py")
+    out, errors = process.communicate()
+    assert process.returncode == 0 and out == "same bits\n", errors
+
+
 @needs_daemon
 @needs_compiler
 def test_a_script_on_a_gpu_that_is_killed_resumes_with_the_same_bits(fake, tmp_path):

@@ -3,7 +3,9 @@
 use std::sync::OnceLock;
 
 use kernels_torch::TorchError;
-use kernels_torch::fp8::{Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, fp8_product};
+use kernels_torch::fp8::{
+    Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, fp8_kind, fp8_product,
+};
 use tch::{Device, Kind, Tensor};
 
 use crate::opened;
@@ -46,7 +48,7 @@ fn expected(x: &Tensor, format: Fp8Format) -> (Tensor, f64) {
             .exp2()
     };
     let scaled = (x * scale).to_kind(Kind::Float);
-    (scaled.to_kind(format.kind()), 1.0 / scale)
+    (scaled.to_kind(fp8_kind(format)), 1.0 / scale)
 }
 
 fn convert(

@@ -1,7 +1,7 @@
 """Products of Linear layers in 8 bits (`offloadd.matmuls = "fp8"`), as docs/design.md defines them for the trainer too.
 
-Each factor is converted with a scale of its own, a power of two: weights and activations to E4M3, gradients to E5M2. Everything is in PyTorch's
-operators, so a compiled block fuses the conversions.
+Each factor is converted with a scale of its own, a power of two: weights and activations to E4M3, gradients to E5M2. The trainer's kernels convert;
+in a compiled block PyTorch's operators do, with the same bits, because it fuses them with what is around them.
 """
 
 from __future__ import annotations
@@ -103,28 +103,60 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Numbers(NamedTuple):
-    """A matrix in 8 bits, and what its numbers are to be multiplied by."""
+    """A matrix in 8 bits as it lies, with rows and columns exchanged in memory, or both, and what its numbers are to be multiplied by. Matrix units
+    take factors only along the dimension that is summed."""
 
-    numbers: torch.Tensor
+    straight: Optional[torch.Tensor]
+    transposed: Optional[torch.Tensor]
     inverse_scale: torch.Tensor
 
-    @property
-    def transposed(self) -> "_Numbers":
-        """In memory too: matrix units take factors only along the dimension that is summed."""
-        return _Numbers(self.numbers.t().contiguous(), self.inverse_scale)
 
-
-def _converted(x: torch.Tensor, dtype: torch.dtype) -> _Numbers:
+def _converted(x: torch.Tensor, dtype: torch.dtype, straight: bool = True, transposed: bool = False) -> _Numbers:
     """Converts with the largest power of two as scale with which the largest number stays in the format. A matrix that is not finite becomes NaN."""
+    # A compiled block fuses PyTorch's operators into what is around them; otherwise each of them would read and write the matrix.
+    if not torch.compiler.is_compiling() and (converter := _converter_for(x)) is not None:
+        return _converted_on_gpu(converter, x, dtype, straight, transposed)
     largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest)).clamp(max=126.0))
-    return _Numbers((x * scale.to(x.dtype)).to(dtype), scale.reciprocal())
+    numbers = (x * scale.to(x.dtype)).to(dtype)
+    return _Numbers(numbers if straight else None, numbers.t().contiguous() if transposed else None, scale.reciprocal())
 
 
-def _product(a: _Numbers, b: _Numbers, bias: Optional[torch.Tensor] = None, fast: bool = False) -> torch.Tensor:
+def _converter_for(x: torch.Tensor) -> Optional[_offloadd.Fp8Converter]:
+    """The kernels of the GPU that `x` is on. A tensor of another class may have no memory of its own."""
+    return _compiled(x.device.index) if x.is_cuda and type(x) in (torch.Tensor, nn.Parameter) else None
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(index: int) -> _offloadd.Fp8Converter:
+    return _offloadd.Fp8Converter(index)
+
+
+def _converted_on_gpu(converter: _offloadd.Fp8Converter, x: torch.Tensor, dtype: torch.dtype, straight: bool, transposed: bool) -> _Numbers:
+    rows, columns = x.shape
+    if x.data_ptr() % converter.align():
+        x = x.clone()
+    scratch = x.new_empty(converter.scratch_elems(x.numel()), dtype=torch.int32)
+    found = _Numbers(
+        x.new_empty((rows, columns), dtype=dtype) if straight else None,
+        x.new_empty((columns, rows), dtype=dtype) if transposed else None,
+        x.new_empty((), dtype=torch.float32),
+    )
+    to = tuple(0 if one is None else one.data_ptr() for one in found)
+    converter.convert(x.data_ptr(), (rows, columns), dtype == _GRADIENTS, scratch.data_ptr(), to, _stream_of(x))
+    return found
+
+
+def _stream_of(x: torch.Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream
+
+
+def _product(
+    a: Optional[torch.Tensor], a_scale: torch.Tensor, b: Optional[torch.Tensor], b_scale: torch.Tensor, bias: Optional[torch.Tensor] = None, fast: bool = False
+) -> torch.Tensor:
     """`a` [n, k] times the transposed `b` [m, k], in bf16. `fast` sums in fewer bits than fp32."""
-    scales = {"scale_a": a.inverse_scale, "scale_b": b.inverse_scale}
-    return torch._scaled_mm(a.numbers, b.numbers.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast, **scales)
+    assert a is not None and b is not None
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 class _Linear(torch.autograd.Function):
@@ -132,7 +164,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        return _product(_converted(x, _WEIGHTS), _converted(weight.contiguous(), _WEIGHTS), bias, fast=True)
+        x8, weight8 = _converted(x, _WEIGHTS), _converted(weight.contiguous(), _WEIGHTS)
+        return _product(x8.straight, x8.inverse_scale, weight8.straight, weight8.inverse_scale, bias, fast=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -147,7 +180,12 @@ class _Linear(torch.autograd.Function):
         of_bias = grad.sum(0, dtype=torch.float32).to(grad.dtype) if ctx.needs_input_grad[2] else None
         if x is None and weight is None:
             return None, None, of_bias
-        converted = _converted(grad.contiguous(), _GRADIENTS)
-        of_x = None if weight is None else _product(converted, _converted(weight.contiguous(), _WEIGHTS).transposed)
-        of_weight = None if x is None else _product(converted.transposed, _converted(x, _WEIGHTS).transposed)
+        grad8 = _converted(grad.contiguous(), _GRADIENTS, straight=weight is not None, transposed=x is not None)
+        of_x = of_weight = None
+        if weight is not None:
+            weight8 = _converted(weight.contiguous(), _WEIGHTS, straight=False, transposed=True)
+            of_x = _product(grad8.straight, grad8.inverse_scale, weight8.transposed, weight8.inverse_scale)
+        if x is not None:
+            x8 = _converted(x, _WEIGHTS, straight=False, transposed=True)
+            of_weight = _product(grad8.transposed, grad8.inverse_scale, x8.transposed, x8.inverse_scale)
         return of_x, of_weight, of_bias

@@ -7,7 +7,7 @@
 use std::cell::OnceCell;
 
 use kernels_torch::fp8::{
-    Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, Largest, fp8_product,
+    Fp8Format, Fp8Kernels, Fp8Layout, Fp8Matrix, Fp8Sums, Largest, fp8_kind, fp8_product,
 };
 use tch::{Kind, Tensor};
 
@@ -199,7 +199,7 @@ fn plain_convert(
         f64::NAN
     };
     let numbers = wide.f_mul_scalar(scale)?.f_to_kind(Kind::Float)?;
-    let numbers = numbers.f_to_kind(format.kind())?;
+    let numbers = numbers.f_to_kind(fp8_kind(format))?;
     Ok(Fp8Matrix {
         transposed: Some(numbers.f_transpose(0, 1)?.f_contiguous()?),
         straight: Some(numbers),
