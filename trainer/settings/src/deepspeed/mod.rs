@@ -117,8 +117,9 @@ fn rename(tree: &mut Value) {
     match zero {
         Value::Bool(on) => *zero = json!({"stage": u64::from(*on)}),
         Value::Object(zero) => {
-            to_device(zero, "cpu_offload", "offload_optimizer");
-            to_device(zero, "cpu_offload_param", "offload_param");
+            for (old, new) in keys::OLD_SPELLINGS {
+                to_device(zero, old, new);
+            }
         }
         _ => {}
     }

@@ -74,7 +74,7 @@ fn rows() -> Vec<Row> {
 
 /// Default that the description of a DeepSpeed key states: "...; 1000 when left out", "...; 0, the default, ...", or "...; left out or
 /// false: ...". One that ends in "; required" has none.
-fn default_in(what: &str) -> Option<&str> {
+pub(super) fn default_in(what: &str) -> Option<&str> {
     if let Some((_, required)) = what.rsplit_once("; ").filter(|(_, end)| *end == "required") {
         return Some(required);
     }

@@ -25,6 +25,12 @@ use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 pub use listing::listing;
 pub(crate) use suggest::suggestion;
 
+/// Keys of `zero_optimization` whose older spelling `old = true` DeepSpeed reads as `new = {"device": "cpu"}`.
+pub(crate) const OLD_SPELLINGS: &[(&str, &str)] = &[
+    ("cpu_offload", "offload_optimizer"),
+    ("cpu_offload_param", "offload_param"),
+];
+
 /// Result of checking a file.
 pub(crate) struct KeyFindings {
     /// A line about keys without effect, if there are any.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use super::listing::default_in;
 use super::{entry, join};
 use crate::reader::Reader;
 use crate::schema::{Field, KeyType, Kind};
@@ -51,7 +52,12 @@ pub(super) fn page() -> String {
             "\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         );
         for (path, field) in &rows {
-            let default = match (field.default, is_value(field.default)) {
+            let meaning = meaning(path, field);
+            let stated = match field.default {
+                "" => default_in(&meaning).unwrap_or_default(),
+                stated => stated,
+            };
+            let default = match (stated, is_value(stated)) {
                 ("", _) => "–".into(),
                 (value, true) => format!("`{value}`"),
                 (words, false) => words.to_owned(),
@@ -60,7 +66,7 @@ pub(super) fn page() -> String {
                 format!("`{}`", field.name),
                 field.kind.words.into(),
                 default,
-                meaning(path, field),
+                meaning,
             ];
             let _ = writeln!(
                 text,
@@ -107,7 +113,10 @@ fn meaning(path: &str, field: &Field) -> String {
         true => {
             let why = entry(path).map_or("", |key| key.why);
             let mut letters = why.chars();
-            let first = letters.next().map(|c| c.to_ascii_uppercase());
+            // A value stays as it is written.
+            let is_value = why.starts_with("true:") || why.starts_with("false ");
+            let upper = |c: char| if is_value { c } else { c.to_ascii_uppercase() };
+            let first = letters.next().map(upper);
             first.into_iter().chain(letters).collect::<String>() + "."
         }
     }
