@@ -3,7 +3,7 @@
 
     trainer/bench/readme.py        `make check` calls it
 
-A figure's source is a row of results.json, or a row of a table in docs/benchmarks.md. A figure that is added or changed by hand needs its source
+A figure's source is a row of results.json, or a row of a table in trainer/bench/MEASUREMENTS.md. A figure that is added or changed by hand needs its source
 in SOURCES, and the source has to say the same number, rounded alike.
 """
 
@@ -20,7 +20,7 @@ ROOT = HERE.parents[1]
 GPU = "NVIDIA H200"
 
 # Beginning of a row of README's table: for each column after the first, the sources of its figures in their order. A source is the name of a
-# row in results.json, or a heading of docs/benchmarks.md with the beginning of a row below it.
+# row in results.json, or a heading of trainer/bench/MEASUREMENTS.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
         [("Where a step's time goes", "offloadd, 1.345 G")],
@@ -82,7 +82,7 @@ def measured(source, results, benchmarks):
     heading, beginning = source
     found = [(head, row) for head, row in tables(section(benchmarks, heading) or "") if starts_with(row, beginning)]
     if len(found) != 1:
-        raise KeyError(f'docs/benchmarks.md has {len(found)} rows "{beginning}" below "{heading}"')
+        raise KeyError(f'trainer/bench/MEASUREMENTS.md has {len(found)} rows "{beginning}" below "{heading}"')
     (head, row), *_ = found
     said = [figure for title, cell in zip(head, row) if "TFLOPS" in title for figure in figures(cell)]
     return lambda digits: said
@@ -109,15 +109,15 @@ def faults(readme, results, benchmarks, sources):
                     found.append(f"{place}: {error.args[0]}")
                     continue
                 if figure not in said:
-                    where = f"results.json, row `{source}`," if isinstance(source, str) else f'docs/benchmarks.md, "{source[0]}", row "{source[1]}",'
+                    where = f"results.json, row `{source}`," if isinstance(source, str) else f'trainer/bench/MEASUREMENTS.md, "{source[0]}", row "{source[1]}",'
                     found.append(f"{place}: {figure}, but {where} says {', '.join(dict.fromkeys(said))}")
     return found + [f'trainer/bench/readme.py: README\'s table has no row "{name}"' for name in sources if name not in seen]
 
 
 def stored():
-    """README, results.json and docs/benchmarks.md of this directory."""
+    """README, results.json and trainer/bench/MEASUREMENTS.md of this directory."""
     results = json.loads((HERE / "results.json").read_text())
-    return (ROOT / "README.md").read_text(), results, (ROOT / "docs/benchmarks.md").read_text()
+    return (ROOT / "README.md").read_text(), results, (HERE / "MEASUREMENTS.md").read_text()
 
 
 if __name__ == "__main__":

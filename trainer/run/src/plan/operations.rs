@@ -186,7 +186,7 @@ struct AttentionRates {
     torch: [f64; 3],
 }
 
-/// Kernels on an H200 with heads of 128, in 10^12 operations per second; `docs/benchmarks.md` has the measurement. H100 and H200 have
+/// Kernels on an H200 with heads of 128, in 10^12 operations per second; `trainer/bench/MEASUREMENTS.md` has the measurement. H100 and H200 have
 /// the same processor.
 const HOPPER: [AttentionRates; 5] = [
     AttentionRates {

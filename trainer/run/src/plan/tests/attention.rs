@@ -72,7 +72,7 @@ fn cudnns_attention_is_taken_where_it_can_be_used_and_the_reason_is_shown() {
 
 #[test]
 fn the_time_of_a_step_is_planned_with_attention() {
-    // `docs/benchmarks.md`: one H200, state in GPU memory.
+    // `trainer/bench/MEASUREMENTS.md`: one H200, state in GPU memory.
     for (seq_len, micro_batch, attention, deterministic, measured_s) in MEASURED {
         let settings = large(
             "none",
