@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Checks that relative links in the documents point to files and headings that exist, that paths in backticks are files,
-and that the page about reliability names tests that exist. Prints what does not; needs no network.
+and that the page of promises names tests that exist. Prints what does not; needs no network.
 
-    .ci/links.py [ROOT]     README.md, docs/*.md, and the pages of measurements
+    .ci/links.py [ROOT]     README.md, docs/*.md, the pages of measurements and of tests
 """
 
 import pathlib
 import re
 import sys
 
-PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "trainer/bench/io/*.md"]
+PAGES = ["README.md", "docs/**/*.md", "offloadd/tests/*.md", "trainer/bench/*.md", "trainer/bench/io/*.md"]
 
-# Page whose table names tests.
-RELIABILITY = "reliability.md"
+# Page that names tests.
+PROMISES = "PROMISES.md"
 
 
 def without_code(text):
@@ -63,7 +63,7 @@ def faults(root):
             elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
                 found.append(f"{page.relative_to(root)}: {link}: no such heading")
         found += [f"{page.relative_to(root)}: {path}: no such file" for path in named_paths(page.read_text()) if not (root / path).exists()]
-        if page.name == RELIABILITY:
+        if page.name == PROMISES:
             found += [f"{page.relative_to(root)}: {name}: no such test" for name in stale_tests(root, page.read_text())]
     return found if pages else [f"{root}: no documents"]
 
