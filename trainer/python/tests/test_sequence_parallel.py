@@ -353,8 +353,8 @@ def committed(rank, ranks, path, killed_at=None):
 
 
 def of_the_page(rank, ranks, path):
-    """Norms and weights of the example in docs/pytorch.md."""
-    _, _, section = (HERE.parents[2] / "docs" / "pytorch.md").read_text().partition("## Sequences on several ranks")
+    """Norms and weights of the example in docs/pytorch-details.md."""
+    _, _, section = (HERE.parents[2] / "docs" / "pytorch-details.md").read_text().partition("## Sequences on several ranks")
     code = section.partition("```python\n")[2].partition("```")[0]
     model = model_of("gpt2", "sdpa")
     norms, clip = [], torch.nn.utils.clip_grad_norm_
