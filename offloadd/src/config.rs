@@ -46,7 +46,7 @@ struct ConfigToml {
     socket: PathBuf,
     /// Devices of the store: files on mounted drives, or block devices, made by `offloadd format`. Absolute paths, each once.
     ///
-    /// Default: required. Example: `["/mnt/nvme0/tiles", "/mnt/nvme1/tiles"]`.
+    /// Default: required. Example: `["/mnt/nvme0/offloadd/tiles", "/mnt/nvme1/offloadd/tiles"]`.
     devices: Vec<PathBuf>,
     /// Most pinned host memory that all sessions together may have.
     ///

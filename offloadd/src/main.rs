@@ -24,12 +24,12 @@ struct Arguments {
 
 const EXAMPLES: &str = "\
 Examples:
-  offloadd format /mnt/nvme0/offloadd.tiles /mnt/nvme1/offloadd.tiles --size 500GiB
+  offloadd format /mnt/nvme0/offloadd/tiles /mnt/nvme1/offloadd/tiles --size 500GiB
   offloadd serve --config /etc/offloadd/offloadd.toml
   offloadd top
   offloadd job list
   offloadd verify --config /etc/offloadd/offloadd.toml
-  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd/offloadd.toml
+  offloadd device add /mnt/nvme2/offloadd/tiles --size 500GiB --config /etc/offloadd/offloadd.toml
 
 The settings are a TOML file. The package installs /etc/offloadd/offloadd.toml with a comment on every setting.
 `offloadd check-config FILE` checks a file and prints every setting with its value.";

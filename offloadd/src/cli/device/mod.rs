@@ -18,7 +18,7 @@ use super::store_access::{Holder, WhichStore, holder, serving};
 pub(crate) enum DeviceCommand {
     /// Add a device to a store; tiles of existing jobs move to it in proportion to its rate
     #[command(after_help = "Examples:
-  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB
+  offloadd device add /mnt/nvme2/offloadd/tiles --size 500GiB
   offloadd device add /dev/disk/by-id/nvme-SERIAL2 --socket /run/offloadd/offloadd.sock
 
 The daemon that serves the store adds the device while jobs run; only root and the daemon's user may ask for it. Afterwards add the
@@ -43,7 +43,7 @@ remembers. An interrupted add can be repeated.")]
     },
     /// Move all tiles of a device to the others, and remove it from the store
     #[command(after_help = "Examples:
-  offloadd device drain /mnt/nvme0/offloadd.tiles
+  offloadd device drain /mnt/nvme0/offloadd/tiles
   offloadd device list                                    # shows the progress
 
 The daemon that serves the store drains the device while jobs run; only root and the daemon's user may ask for it. Refused if the
@@ -64,7 +64,7 @@ sessions to adopt.")]
     /// Measure the rates of a device again, while no daemon serves the store; tiles of all jobs move to match
     #[command(after_help = "Examples:
   systemctl stop offloadd
-  offloadd device calibrate /mnt/nvme2/offloadd.tiles --config /etc/offloadd/offloadd.toml
+  offloadd device calibrate /mnt/nvme2/offloadd/tiles --config /etc/offloadd/offloadd.toml
   systemctl start offloadd
   offloadd device list --json                             # shows the stored rates
 
