@@ -690,7 +690,7 @@ keys! {
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
         /// Fraction of the parameters whose tiles stay in GPU memory although their device is "cpu", in whole units, or "auto"
-        /// for as much as fits where that shortens the step. With one rank only: several keep none there. The choice does not change results.
+        /// for as much as fits where that shortens the step. Each of several ranks keeps its part of them. The choice does not change results.
         #[default("\"auto\"")]
         #[example("0.5")]
         pub gpu_resident_fraction: Option<FractionOrAuto>,

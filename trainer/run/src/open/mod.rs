@@ -304,7 +304,7 @@ impl PreparedRun {
         Ok(plan.check()?)
     }
 
-    /// Takes the choices that all ranks must make alike from the first rank: machines differ in memory and rates.
+    /// Makes the choices alike that all ranks must make alike: machines differ in memory and rates.
     ///
     /// # Errors
     /// A rank is gone.
@@ -318,6 +318,14 @@ impl PreparedRun {
             let node = self.ranks.node_of(rank as u32);
             let why = String::from_utf8_lossy(&whys[rank]);
             self.plan.choose_no_copy(format!("node {node}: {why}"));
+        }
+        // Each group gathers all units from all ranks.
+        let groups = self.ranks.numbers([self.plan.micro_batch_group as u64])?;
+        let least = groups.iter().map(|[group]| *group as usize).min();
+        if let Some(group) = least.filter(|&group| group < self.plan.micro_batch_group) {
+            self.settings.train.micro_batch_group = Some(group);
+            let hardware = self.plan.hardware.clone();
+            self.plan = plan_of(&self.settings, hardware, &self.site)?;
         }
         let every = self.plan.swapper.commit_every;
         let [every] = self.ranks.numbers([every])?[0];

@@ -8,7 +8,7 @@
 //! Units stay whole, and evenly spaced ones stay, so that the copies of one block have the time of the others.
 
 use offload_support::units::ApproxBytes;
-use swapper::SwapperSettings;
+use swapper::{SwapperSettings, shard_of};
 
 use super::choices::most_of;
 use super::figures::Seconds;
@@ -70,9 +70,16 @@ impl Plan {
         self.sums_of(ranges.sum())
     }
 
-    /// Tiles of each kind that a unit is cut into, where one rank has all.
+    /// Tiles of each kind that the first rank has of a unit, which has the most.
     fn ranges_of(&self, unit: usize) -> u64 {
-        (self.units[unit].elems as u64).div_ceil(self.swapper.tile_elems)
+        let tile_elems = self.swapper.tile_elems;
+        let own = shard_of(
+            self.units[unit].elems as u64,
+            tile_elems,
+            0,
+            self.swapper.ranks,
+        );
+        own.end.div_ceil(tile_elems)
     }
 
     fn unit_bytes(&self, unit: usize) -> u64 {

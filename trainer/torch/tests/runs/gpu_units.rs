@@ -5,32 +5,81 @@
 
 use kernels::gpu::Gpu;
 
-use crate::harness::Harness;
+use crate::harness::{Harness, succeed};
 
 const STEPS: &str = "train.steps=9";
 
+/// GPUs of this machine; says which test needs more of them.
+fn has_gpus(wanted: u32, test: &str) -> bool {
+    let found = match Gpu::count() {
+        Ok(count) => count,
+        Err(error) if error.is_absent() => 0,
+        Err(error) => panic!("{error}"),
+    };
+    if found < wanted {
+        println!("skipped: {test}: needs {wanted} GPUs, and {found} are here");
+    }
+    found >= wanted
+}
+
+fn with_state_in_host_memory(update: &str, fraction: &str) -> [String; 7] {
+    [
+        "model.num_hidden_layers=6".to_owned(),
+        "gradient_accumulation_steps=2".to_owned(),
+        "zero_optimization.offload_param.device=cpu".to_owned(),
+        "zero_optimization.offload_optimizer.device=cpu".to_owned(),
+        format!("offload.optimizer_step={update}"),
+        format!("offload.gpu_resident_fraction={fraction}"),
+        "train.checkpoint_every=3".to_owned(),
+    ]
+}
+
+#[test]
+fn each_of_two_ranks_has_tiles_in_both_places_and_the_bits_of_two_that_have_not() {
+    if !has_gpus(
+        2,
+        "each_of_two_ranks_has_tiles_in_both_places_and_the_bits_of_two_that_have_not",
+    ) {
+        return;
+    }
+    let harness = Harness::new();
+    for (update, groups) in [("deferred", "2"), ("immediate", "1")] {
+        let run = |name: &str, fraction: &str| {
+            let run = harness.run(&format!("{name}-{fraction}-{update}"), &[STEPS]);
+            run.with(&with_state_in_host_memory(update, fraction))
+                .with(&[format!("train.micro_batch_group={groups}")])
+        };
+        let host = run("host", "0");
+        succeed(host.launch(2));
+        for fraction in ["0.4", "0.8", "1", "auto"] {
+            let stopped = run("parts", fraction).with(&["train.stop_after=5"]);
+            succeed(stopped.launch(2));
+            let resumed = stopped.with(&[
+                "train.stop_after=9".to_owned(),
+                "offload.gpu_resident_fraction=0.6".to_owned(),
+            ]);
+            succeed(resumed.launch(2));
+            assert_eq!(resumed.bits("loss"), host.bits("loss"), "{fraction}");
+            assert_eq!(resumed.fingerprint(), host.fingerprint(), "{fraction}");
+        }
+    }
+}
+
 #[test]
 fn tiles_in_gpu_and_host_memory_change_no_bit_of_a_run_and_its_checkpoints() {
-    if let Err(error) = Gpu::open(0) {
-        assert!(error.is_absent(), "{error}");
-        println!(
-            "skipped: tiles_in_gpu_and_host_memory_change_no_bit_of_a_run_and_its_checkpoints: {error}"
-        );
+    if !has_gpus(
+        1,
+        "tiles_in_gpu_and_host_memory_change_no_bit_of_a_run_and_its_checkpoints",
+    ) {
         return;
     }
     let harness = Harness::new();
     for update in ["deferred", "immediate"] {
         let run = |name: &str, fraction: &str| {
-            harness.run(&format!("{name}-{update}"), &[STEPS]).with(&[
-                "model.num_hidden_layers=6".to_owned(),
-                "gradient_accumulation_steps=2".to_owned(),
-                "zero_optimization.offload_param.device=cpu".to_owned(),
-                "zero_optimization.offload_optimizer.device=cpu".to_owned(),
-                format!("offload.optimizer_step={update}"),
-                format!("offload.gpu_resident_fraction={fraction}"),
-                "train.checkpoint_every=3".to_owned(),
-                "train.checkpoints_kept=0".to_owned(),
-            ])
+            harness
+                .run(&format!("{name}-{update}"), &[STEPS])
+                .with(&with_state_in_host_memory(update, fraction))
+                .with(&["train.checkpoints_kept=0"])
         };
         let host = run("host", "0");
         host.train();

@@ -169,12 +169,14 @@ fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() 
         let set = |what| format!("zero_optimization.offload_{what}.device={name}");
         devices.map(set).to_vec()
     };
+    let in_gpu = |fraction| vec![format!("offload.gpu_resident_fraction={fraction}")];
     let of_each = |name: &str| {
         for ranks in [1, 2].into_iter().filter(|&ranks| ranks <= gpus) {
             let mut bits = Vec::new();
             for (place, sets) in [
                 ("none", tier("none")),
-                ("cpu", tier("cpu")),
+                ("cpu", [tier("cpu"), in_gpu("0")].concat()),
+                ("part", [tier("cpu"), in_gpu("0.5")].concat()),
                 ("nvme", harness.nvme()),
             ] {
                 for keep in ["full", "attention", "matmuls"] {

@@ -76,7 +76,7 @@ pub(super) fn resolve(
         &mut said,
     ));
     let (zero, offload) = (&config.zero_optimization, &config.offload);
-    let placement = placement::placement(zero, offload, all_ranks, &mut said.notes);
+    let placement = placement::placement(zero, offload, &mut said.notes);
     let placement = faults.collect(placement);
     let model = faults.collect(model::model(&config.model, seq_len_or_one, &mut said));
     let precision = faults.collect(precision::precision(&config, model.as_ref(), &mut said));

@@ -12,7 +12,6 @@ use training_state::run::resolved;
 pub(super) fn placement(
     zero: &ZeroToml,
     offload: &OffloadToml,
-    ranks: u32,
     notes: &mut Vec<String>,
 ) -> Result<Placement, SettingsError> {
     let has_socket = offload.socket.is_some();
@@ -87,7 +86,7 @@ pub(super) fn placement(
         optimizer,
         nvme_paths,
         resident_fraction: resident_fraction(offload)?,
-        gpu_resident_fraction: gpu_resident_fraction(offload, in_memory, ranks)?,
+        gpu_resident_fraction: gpu_resident_fraction(offload, in_memory)?,
     })
 }
 
@@ -134,25 +133,21 @@ fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, Settings
     }))
 }
 
-/// The default is "auto" for the state of one rank in host memory (`in_memory`), and 0 for others.
+/// The default is "auto" for state in host memory (`in_memory`), and 0 for others.
 fn gpu_resident_fraction(
     offload: &OffloadToml,
     in_memory: bool,
-    ranks: u32,
 ) -> Result<ResidentFraction, SettingsError> {
     const KEY: &str = "offload.gpu_resident_fraction";
     let given = given_fraction(KEY, &offload.gpu_resident_fraction)?;
-    let why_not = if !in_memory {
-        "only state with device \"cpu\" can stay in GPU memory in part; with both devices \"none\" all of it is there"
-    } else if ranks > 1 {
-        "several ranks keep no part of the state in GPU memory; set both devices to \"none\" to keep all of it there"
-    } else {
+    if in_memory {
         return Ok(given.unwrap_or(ResidentFraction::Auto));
-    };
+    }
     match given {
-        Some(ResidentFraction::Fixed(fraction)) if fraction != Fraction::NONE => {
-            Err(value(KEY, format!("{why_not}: leave it out")))
-        }
+        Some(ResidentFraction::Fixed(fraction)) if fraction != Fraction::NONE => Err(value(
+            KEY,
+            "only state with device \"cpu\" can stay in GPU memory in part; with both devices \"none\" all of it is there: leave it out",
+        )),
         _ => Ok(ResidentFraction::Fixed(Fraction::NONE)),
     }
 }

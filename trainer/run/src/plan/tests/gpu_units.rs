@@ -101,7 +101,7 @@ fn a_run_that_fits_only_in_both_is_planned_there() {
 
 #[test]
 fn a_fraction_without_effect_is_refused() {
-    let refused = |param: &str, ranks: u32| {
+    let refused = |param: &str| {
         let path = json!(["/nvme0"]);
         let device = match param {
             "nvme" => json!({"device": "nvme", "nvme_path": path}),
@@ -116,9 +116,38 @@ fn a_fraction_without_effect_is_refused() {
             "train": {"steps": 1, "seq_len": 64, "run_dir": "/nonexistent/run"},
             "offload": {"gpu_resident_fraction": 0.5},
         });
-        check(tree, "test", Some(ranks)).unwrap_err().to_string()
+        check(tree, "test", None).unwrap_err().to_string()
     };
-    assert!(refused("nvme", 1).contains("only state with device \"cpu\""));
-    assert!(refused("none", 1).contains("all of it is there"));
-    assert!(refused("cpu", 2).contains("several ranks keep no part"));
+    assert!(refused("nvme").contains("only state with device \"cpu\""));
+    assert!(refused("none").contains("all of it is there"));
+}
+
+#[test]
+fn each_of_several_ranks_keeps_its_part_of_what_stays() {
+    let plan_of = |ranks: u32, fraction: Value, memory_gib: u64| {
+        let changes = [(FRACTION, fraction)];
+        let mut settings = large("cpu", "cpu", &changes);
+        (settings.ranks, settings.local_ranks) = (ranks, ranks);
+        let mut hardware = known_h200(&settings, None);
+        hardware.gpu.as_mut().expect("a GPU").memory_bytes = memory_gib * GIB;
+        Plan::new(&settings, hardware).expect("a plan")
+    };
+    let [one, two] = [1, 2].map(|ranks| plan_of(ranks, json!(0.5), 139));
+    assert_eq!(one.in_gpu, two.in_gpu);
+    let (all, half) = (one.gpu_tiles.sum_bytes(), two.gpu_tiles.sum_bytes());
+    assert!(
+        half >= all / 2 && half < all * 51 / 100,
+        "{half} of {all} bytes"
+    );
+    // What each of two has is in one place, too.
+    let host = plan_of(2, json!(0), 139);
+    assert_eq!(
+        half + two.host_resident_bytes() + two.host_grad_bytes(),
+        host.host_resident_bytes() + host.host_grad_bytes()
+    );
+    // Half of the state fits where the whole does not.
+    let [one, two] = [1, 2].map(|ranks| plan_of(ranks, json!("auto"), 30));
+    assert!(one.gpu_fraction() < two.gpu_fraction());
+    two.check().unwrap();
+    assert!(plan_of(2, json!("auto"), 139).lives_in_gpu());
 }

@@ -18,6 +18,7 @@ use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Event, Gpu, HostCopies, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
 use swapper::Swapper;
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::super::TrainError;
 use super::super::gpu_timeline::EnqueuedWork;
@@ -163,6 +164,8 @@ pub(in crate::train) struct GpuBuffers {
     elem_bytes: usize,
     buffers: Buffers,
     copies: Option<Copies>,
+    /// Whether tiles in the GPU's memory were written since they were last gathered.
+    tiles_changed: bool,
     /// Collective operations, for a timeline.
     collectives: EnqueuedWork,
 }
@@ -194,6 +197,7 @@ impl GpuBuffers {
             copies: shards.keeps_copies().then(copies).transpose()?,
             buffers: Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?,
             sums: Sums::new(engine, gpu, master, shards)?,
+            tiles_changed: true,
             collectives: EnqueuedWork::new(Track::Collective),
         })
     }
@@ -234,8 +238,8 @@ impl GpuBuffers {
         }
         self.claim_buffer(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
-        if unit == EMBEDDING {
-            // The first gather of a pass must follow the update of the tiles.
+        if std::mem::take(&mut self.tiles_changed) {
+            // The update runs there.
             between.wait(&self.sums.compute.record()?)?;
         }
         let bytes = shards.own(unit).len() * self.elem_bytes;
@@ -284,9 +288,12 @@ impl GpuBuffers {
         Ok(())
     }
 
-    /// Notes that the units were updated: the node's copies are out of date.
+    /// Notes that the units' update is enqueued: the node's copies are out of date, and gathers follow it.
     pub(in crate::train) fn updated(&mut self) {
-        if let Some(copies) = &mut self.copies {
+        self.tiles_changed = true;
+        if let Some(copies) = &mut self.copies
+            && !is_disabled(Safeguard::CopyInvalidation)
+        {
             copies.is_current.fill(false);
         }
     }

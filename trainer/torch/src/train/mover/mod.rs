@@ -7,7 +7,8 @@
 //!   in a GPU's memory     on that GPU            in place; with several ranks, gathered in a buffer (gpu.rs)
 //! ```
 //!
-//! [`Tiles`] represents these combinations, for all units or, with tiles in both places, for some units each: [`side`] says which.
+//! [`Tiles`] represents these combinations, for all units or, with tiles in both places, for some units each: [`side`] says which. Where a
+//! rank has its tiles does not concern the others: all gather every unit in the same order.
 //!
 //! In a run on several nodes, the ranks of a node may keep copies of units in host memory (`shards.rs`): the first gather
 //! of a unit after its update uses the tiles of all ranks, later ones the node's copy.
@@ -20,7 +21,6 @@ mod shards;
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
 use swapper::{StepIo, Swapper};
-use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use gpu::{GpuBuffers, InPlace};
 use host::HostBuffers;
@@ -30,7 +30,7 @@ use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use training_run::config::Stage;
 use training_run::plan::Plan;
-use training_state::backend::{BackendError, GpuBackend, TileBackend};
+use training_state::backend::{BackendError, Both, GpuBackend, TileBackend};
 use training_state::trace::Trace;
 
 /// The tiles of one rank, and the buffers through which it computes with them.
@@ -48,7 +48,12 @@ pub(super) enum InGpu {
     InPlace(Box<InPlace>),
     /// Several ranks hold shards, which are gathered.
     Buffers(Box<GpuBuffers>),
+    /// The same, in the buffers of the units whose tiles the swapper holds.
+    Shared,
 }
+
+/// What a program's own error says that joins memory with tiles that it was not taken for.
+const ELSEWHERE: &str = "memory to compute in was allocated for tiles in another place";
 
 /// The memory to compute in, taken before the tiles are opened.
 pub(super) enum Memory {
@@ -108,7 +113,8 @@ impl Memory {
         Ok(match tiles_in {
             TilesIn::Gpu => Self::InGpu(InGpu::Buffers(buffers)),
             TilesIn::Swapper => Self::WithSwapper(WithSwapper::Gpu(buffers)),
-            TilesIn::Both => Self::Both(WithSwapper::Gpu(buffers), in_place()?),
+            TilesIn::Both if is_alone => Self::Both(WithSwapper::Gpu(buffers), in_place()?),
+            TilesIn::Both => Self::Both(WithSwapper::Gpu(buffers), InGpu::Shared),
         })
     }
 
@@ -124,7 +130,7 @@ impl Memory {
             (TileBackend::Both(both, (), ()), Self::Both(with, in_gpu)) => {
                 TileBackend::Both(both, with, in_gpu)
             }
-            _ => panic!("memory to compute in was allocated for tiles in another place"),
+            _ => panic!("{ELSEWHERE}"),
         }
     }
 }
@@ -132,36 +138,48 @@ impl Memory {
 /// A unit's tiles, and the memory to compute with them.
 enum Side<'a> {
     Swapper(&'a mut Swapper<Hyper>, &'a mut WithSwapper),
-    Gpu(&'a mut GpuBackend, &'a mut InGpu),
+    InPlace(&'a mut GpuBackend, &'a mut InPlace),
+    /// In a GPU's memory, gathered in buffers.
+    Buffers(&'a mut GpuBackend, &'a mut GpuBuffers),
 }
 
 /// Returns where `unit` is.
 fn side(tiles: &mut Tiles, unit: usize) -> Side<'_> {
     match tiles {
         TileBackend::Swapper(swapper, with) => Side::Swapper(swapper, with),
-        TileBackend::Gpu(backend, with) => Side::Gpu(backend, with),
-        TileBackend::Both(both, with_swapper, in_gpu) => match both.backend.has(unit) {
-            true => Side::Gpu(&mut both.backend, in_gpu),
-            false => Side::Swapper(&mut both.swapper, with_swapper),
-        },
+        TileBackend::Gpu(backend, InGpu::InPlace(units)) => Side::InPlace(backend, units),
+        TileBackend::Gpu(backend, InGpu::Buffers(buffers)) => Side::Buffers(backend, buffers),
+        TileBackend::Both(Both { swapper, backend }, with, in_gpu) => {
+            match (backend.has(unit), with, in_gpu) {
+                (false, with, _) => Side::Swapper(swapper, with),
+                (true, _, InGpu::InPlace(units)) => Side::InPlace(backend, units),
+                (true, WithSwapper::Gpu(buffers), InGpu::Shared) => Side::Buffers(backend, buffers),
+                _ => panic!("{ELSEWHERE}"),
+            }
+        }
+        TileBackend::Gpu(_, InGpu::Shared) => panic!("{ELSEWHERE}"),
     }
 }
 
 /// [`Side`] of a unit that is computed with.
 enum UnitSide<'a> {
-    Swapper(&'a WithSwapper),
-    Gpu(&'a GpuBackend, &'a InGpu),
+    Host(&'a HostBuffers),
+    InPlace(&'a GpuBackend, &'a InPlace),
+    Buffers(&'a GpuBuffers),
 }
 
 /// Returns where `unit` is.
 fn seen(tiles: &Tiles, unit: usize) -> UnitSide<'_> {
     match tiles {
-        TileBackend::Swapper(_, with) => UnitSide::Swapper(with),
-        TileBackend::Gpu(backend, with) => UnitSide::Gpu(backend, with),
-        TileBackend::Both(both, with_swapper, in_gpu) => match both.backend.has(unit) {
-            true => UnitSide::Gpu(&both.backend, in_gpu),
-            false => UnitSide::Swapper(with_swapper),
-        },
+        TileBackend::Gpu(backend, InGpu::InPlace(units)) => UnitSide::InPlace(backend, units),
+        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => UnitSide::Buffers(buffers),
+        TileBackend::Both(both, _, InGpu::InPlace(units)) if both.backend.has(unit) => {
+            UnitSide::InPlace(&both.backend, units)
+        }
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => UnitSide::Host(buffers),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Both(_, WithSwapper::Gpu(buffers), _) => UnitSide::Buffers(buffers),
+        _ => panic!("{ELSEWHERE}"),
     }
 }
 
@@ -193,10 +211,8 @@ pub(super) fn gather(
         Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
             buffers.gather_from_swapper(swapper, unit, trace)
         }
-        Side::Gpu(backend, InGpu::InPlace(units)) => units.gather(engine, backend, unit),
-        Side::Gpu(backend, InGpu::Buffers(buffers)) => {
-            buffers.gather_from_gpu(backend, unit, trace)
-        }
+        Side::InPlace(backend, units) => units.gather(engine, backend, unit),
+        Side::Buffers(backend, buffers) => buffers.gather_from_gpu(backend, unit, trace),
     }
 }
 
@@ -209,14 +225,14 @@ pub(super) fn gather(
 pub(super) fn gather_copy(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match side(tiles, unit) {
         Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.gather_copy(unit),
-        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
-            buffers.gather_copy(unit, trace)
-        }
-        Side::Gpu(_, InGpu::InPlace(_)) => panic!("one rank keeps no copy"),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.gather_copy(unit, trace),
+        Side::Buffers(_, buffers) => buffers.gather_copy(unit, trace),
+        Side::InPlace(..) => panic!("one rank keeps no copy"),
     }
 }
 
-/// Ends a step as [`TileBackend::finish_step`]; copies of units that are updated are no longer used.
+/// Ends a step as [`TileBackend::finish_step`]; copies of units that are updated are no longer used, and gathers from tiles on the GPU wait for
+/// their update.
 ///
 /// # Errors
 /// The backend fails.
@@ -225,13 +241,14 @@ pub(super) fn finish_step(
     hyper: Option<Hyper>,
     blob: Vec<u8>,
 ) -> Result<StepIo, BackendError> {
-    if hyper.is_some() && !is_disabled(Safeguard::CopyInvalidation) {
+    if hyper.is_some() {
         match tiles {
             TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.updated(),
             TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-            | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.updated(),
-            // One rank keeps no copies.
-            TileBackend::Gpu(_, InGpu::InPlace(_)) | TileBackend::Both(..) => {}
+            | TileBackend::Gpu(_, InGpu::Buffers(buffers))
+            | TileBackend::Both(_, WithSwapper::Gpu(buffers), _) => buffers.updated(),
+            // One rank keeps no copies, and computes where it updates.
+            TileBackend::Gpu(_, _) | TileBackend::Both(_, WithSwapper::Host(_), _) => {}
         }
     }
     tiles.finish_step(hyper, blob)
@@ -245,20 +262,18 @@ pub(super) fn finish_step(
 pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match side(tiles, unit) {
         Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.ready(unit, trace),
-        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
-            buffers.ready(unit)
-        }
-        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.ready(unit),
+        Side::Buffers(_, buffers) => buffers.ready(unit),
+        Side::InPlace(..) => Ok(()),
     }
 }
 
 /// Returns the weights of a unit that was gathered and is ready.
 pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
     match seen(tiles, unit) {
-        UnitSide::Swapper(WithSwapper::Host(buffers)) => buffers.weights(unit),
-        UnitSide::Swapper(WithSwapper::Gpu(buffers))
-        | UnitSide::Gpu(_, InGpu::Buffers(buffers)) => buffers.weights(unit),
-        UnitSide::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
+        UnitSide::Host(buffers) => buffers.weights(unit),
+        UnitSide::Buffers(buffers) => buffers.weights(unit),
+        UnitSide::InPlace(_, units) => units.weights(unit),
     }
 }
 
@@ -272,10 +287,9 @@ pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
 pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError> {
     match side(tiles, unit) {
         Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.give_back(unit),
-        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
-            buffers.give_back(unit)
-        }
-        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.give_back(unit),
+        Side::Buffers(_, buffers) => buffers.give_back(unit),
+        Side::InPlace(..) => Ok(()),
     }
 }
 
@@ -287,10 +301,9 @@ pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError
 pub(super) fn sink(tiles: &Tiles, engine: &Engine, unit: usize) -> Result<GradSink, TrainError> {
     let mut sink = engine.new_grads(unit);
     match seen(tiles, unit) {
-        UnitSide::Swapper(WithSwapper::Host(_)) => {}
-        UnitSide::Swapper(WithSwapper::Gpu(buffers))
-        | UnitSide::Gpu(_, InGpu::Buffers(buffers)) => sink.write_to(buffers.grads_of(unit))?,
-        UnitSide::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
+        UnitSide::Host(_) => {}
+        UnitSide::Buffers(buffers) => sink.write_to(buffers.grads_of(unit))?,
+        UnitSide::InPlace(backend, _) => sink.write_to(&backend.unit(unit).grad)?,
     }
     Ok(sink)
 }
@@ -308,10 +321,8 @@ pub(super) fn reduce(
     match side(tiles, unit) {
         Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.reduce(unit, grads),
         Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.reduce(None, unit, grads, trace),
-        Side::Gpu(backend, InGpu::Buffers(buffers)) => {
-            buffers.reduce(Some(backend), unit, grads, trace)
-        }
-        Side::Gpu(backend, InGpu::InPlace(units)) => units.reduce(backend, unit, grads),
+        Side::Buffers(backend, buffers) => buffers.reduce(Some(backend), unit, grads, trace),
+        Side::InPlace(backend, units) => units.reduce(backend, unit, grads),
     }
 }
 
@@ -322,10 +333,9 @@ pub(super) fn reduce(
 pub(super) fn summed(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match side(tiles, unit) {
         Side::Swapper(_, WithSwapper::Host(buffers)) => buffers.summed(unit, trace),
-        Side::Swapper(_, WithSwapper::Gpu(buffers)) | Side::Gpu(_, InGpu::Buffers(buffers)) => {
-            buffers.summed(unit)
-        }
-        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+        Side::Swapper(_, WithSwapper::Gpu(buffers)) => buffers.summed(unit),
+        Side::Buffers(_, buffers) => buffers.summed(unit),
+        Side::InPlace(..) => Ok(()),
     }
 }
 
@@ -340,12 +350,12 @@ pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(
         Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
             buffers.scatter_to_swapper(swapper, unit, trace)
         }
-        Side::Gpu(_, InGpu::Buffers(buffers)) => {
+        Side::Buffers(_, buffers) => {
             buffers.take_complete(unit);
             Ok(())
         }
         // The update reads them in place.
-        Side::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+        Side::InPlace(..) => Ok(()),
     }
 }
 
@@ -357,10 +367,11 @@ pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(
 pub(super) fn add_spans_to(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.add_spans_to(trace),
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers))
+        | TileBackend::Both(_, WithSwapper::Gpu(buffers), _) => buffers.add_spans_to(trace),
         TileBackend::Swapper(_, WithSwapper::Host(_))
-        | TileBackend::Gpu(_, InGpu::InPlace(_))
-        | TileBackend::Both(..) => Ok(()),
+        | TileBackend::Gpu(_, _)
+        | TileBackend::Both(_, WithSwapper::Host(_), _) => Ok(()),
     }
 }
 
@@ -373,15 +384,14 @@ pub(super) fn sum_squares(tiles: &Tiles) -> Result<Vec<f64>, TrainError> {
         WithSwapper::Host(buffers) => Ok(buffers.sum_squares().to_vec()),
         WithSwapper::Gpu(buffers) => buffers.sum_squares(),
     };
-    let in_gpu = |in_gpu: &InGpu| match in_gpu {
-        InGpu::Buffers(buffers) => buffers.sum_squares(),
-        InGpu::InPlace(units) => units.sum_squares(),
-    };
     match tiles {
-        TileBackend::Swapper(_, with) => with_swapper(with),
-        TileBackend::Gpu(_, with) => in_gpu(with),
-        TileBackend::Both(both, with, there) => {
-            let (streamed, kept) = (with_swapper(with)?, in_gpu(there)?);
+        TileBackend::Swapper(_, with) | TileBackend::Both(_, with, InGpu::Shared) => {
+            with_swapper(with)
+        }
+        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.sum_squares(),
+        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares(),
+        TileBackend::Both(both, with, InGpu::InPlace(units)) => {
+            let (streamed, kept) = (with_swapper(with)?, units.sum_squares()?);
             let sums = streamed.into_iter().zip(kept).enumerate();
             Ok(sums
                 .map(|(unit, (streamed, kept))| match both.backend.has(unit) {
@@ -390,5 +400,6 @@ pub(super) fn sum_squares(tiles: &Tiles) -> Result<Vec<f64>, TrainError> {
                 })
                 .collect())
         }
+        _ => panic!("{ELSEWHERE}"),
     }
 }
