@@ -86,7 +86,9 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
 fn with_devices(text: &str) -> String {
     match text.lines().any(|line| line.starts_with("devices")) {
         true => text.to_owned(),
-        false => format!("devices = [\"/mnt/nvme0/offloadd/tiles\", \"/mnt/nvme1/offloadd/tiles\"]\n{text}"),
+        false => format!(
+            "devices = [\"/mnt/nvme0/offloadd/tiles\", \"/mnt/nvme1/offloadd/tiles\"]\n{text}"
+        ),
     }
 }
 

@@ -13,6 +13,8 @@ mod repair;
 mod run;
 mod shared;
 mod site;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 
