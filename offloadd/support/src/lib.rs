@@ -9,6 +9,7 @@
 //! - [`aligned`]: memory for direct I/O;
 //! - `documents`: manual pages and completions of a program, with the feature of this name;
 //! - [`signals`]: signals that a program was started to ignore, or survives;
+//! - [`energy`]: joules of a GPU and of processors, by their counters;
 //! - [`memory`]: how much memory this process may use, by the machine and its control groups.
 //!
 //! The crate depends on no other crate of the workspace and knows nothing of tiles.
@@ -20,6 +21,7 @@ pub mod aligned;
 pub mod console;
 #[cfg(feature = "documents")]
 pub mod documents;
+pub mod energy;
 pub mod memory;
 pub mod paths;
 pub mod pcie;

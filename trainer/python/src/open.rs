@@ -7,6 +7,7 @@ use std::sync::Arc;
 use kernels::adamw::{Master, Moments, TileFormat, UpdateRule};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
+use offload_support::energy::EnergyMeter;
 use pyo3::prelude::*;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
@@ -58,6 +59,8 @@ pub(crate) struct Plan {
     pub(crate) update_threads: usize,
     /// The GPU that updates tiles too, or alone if there are no threads.
     update_gpu: Option<u32>,
+    /// Index of the GPU that the model computes on.
+    compute_gpu: Option<u32>,
     /// Bytes of weights that a step brings to a GPU, where they are planned; what leaves it meanwhile is less.
     #[serde(default)]
     pub(crate) bus_bytes: u64,
@@ -371,8 +374,11 @@ pub(crate) fn open(
         // Without the file a later plan assumes rates.
         let _ = measured.write(&plan.run_dir);
     }
+    let gpu = plan.compute_gpu.and_then(|index| Gpu::open(index).ok());
+    let gpu = gpu.as_ref().map(|gpu| gpu.info().pci.as_str());
+    let energy = EnergyMeter::new(gpu, true);
     let run = OpenRun {
-        reporter: Reporter::new(&settings, bytes, &opened),
+        reporter: Reporter::new(&settings, bytes, &opened, energy),
         clock: Clock::new(),
         io: StepIo::default(),
         swapper,

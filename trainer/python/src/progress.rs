@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use offload_support::energy::EnergyMeter;
 use pyo3::prelude::*;
 use swapper::{OpenReport, Schedule, StepBytes, StepIo, StepRates, SwapperSettings, bound};
 use training_state::metrics::{MetricsFile, StepMetrics};
@@ -105,11 +106,19 @@ pub(crate) struct Reporter {
     /// Generation that the store resumed from, and its devices, until the files are opened first.
     resumed: Option<(u64, Vec<String>)>,
     files: Option<(MetricsFile, Monitors)>,
+    /// Counts from the end of the step before.
+    energy: EnergyMeter,
 }
 
 impl Reporter {
-    pub(crate) fn new(settings: &SwapperSettings, bytes: StepBytes, opened: &OpenReport) -> Self {
+    pub(crate) fn new(
+        settings: &SwapperSettings,
+        bytes: StepBytes,
+        opened: &OpenReport,
+        energy: EnergyMeter,
+    ) -> Self {
         Self {
+            energy,
             schedule: settings.schedule,
             bytes,
             rates: opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY)),
@@ -189,6 +198,7 @@ impl Reporter {
         let Some((file, monitors)) = &mut self.files else {
             return Ok(facts);
         };
+        let energy = self.energy.take();
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let metrics = StepMetrics {
             step: step.step,
@@ -216,6 +226,8 @@ impl Reporter {
             grads_held_bytes: 0,
             host_bytes: self.host_bytes,
             gpu_resident_bytes: step.gpu_resident_bytes,
+            gpu_energy_j: energy.gpu,
+            cpu_energy_j: energy.processors,
             bound_s: bound.s,
             eval_loss: None,
             eval_perplexity: None,

@@ -88,6 +88,12 @@ pub struct StepMetrics {
     /// Bytes of weights that stay in this rank's GPU between their uses, with the Python package.
     #[serde(skip_serializing_if = "is_zero", default)]
     pub gpu_resident_bytes: u64,
+    /// Joules that the GPUs took from the end of the step before to the end of this one, over all ranks (with the Python package, this
+    /// rank's), and the processors of their machines, where they have counters that can be read.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub gpu_energy_j: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub cpu_energy_j: Option<f64>,
     /// Lower bound of the step's seconds, from its computing and its bytes at the devices' rates.
     pub bound_s: f64,
     /// Mean validation loss after this step, when it was evaluated.
@@ -306,6 +312,8 @@ mod tests {
             grads_held_bytes: 0,
             host_bytes: 3,
             gpu_resident_bytes: 0,
+            gpu_energy_j: None,
+            cpu_energy_j: None,
             bound_s: 0.25,
             eval_loss: None,
             eval_perplexity: None,

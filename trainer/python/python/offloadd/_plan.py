@@ -220,6 +220,7 @@ def engine_plan(
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // topology.count // 8, 4 << 30)),
         **(_updaters(settings, gpu, len(topology.local), on_gpu) if trains else {"update_threads": 1, "update_gpu": None}),
+        "compute_gpu": gpu,
         "rank": topology.rank,
         "ranks": topology.count,
         "first_ranks": topology.first_ranks,
@@ -242,7 +243,7 @@ def _master(settings: Settings, units: list[Unit]) -> str:
 
 # What may differ between nodes, and what may differ between the ranks of a node.
 _OF_NODE = ("nvme", "socket", "run_dir", "job", "gradients_fraction")
-_OF_RANK = ("rank", "staging_bytes", "update_threads", "update_gpu", "program")
+_OF_RANK = ("rank", "staging_bytes", "update_threads", "update_gpu", "compute_gpu", "program")
 
 
 def described(plan: str) -> tuple[str, str]:

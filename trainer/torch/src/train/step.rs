@@ -196,6 +196,11 @@ impl Stepper {
         Ok((stepper, memory))
     }
 
+    /// The GPU that computes.
+    pub(super) fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
+    }
+
     /// Keeps block inputs in `inputs` between forward and backward.
     pub(super) fn with_inputs_in(self, inputs: InputPlace) -> Self {
         Self { inputs, ..self }

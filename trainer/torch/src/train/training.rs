@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::Comm;
+use offload_support::energy::EnergyMeter;
 use offload_support::units::CountOf;
 use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
@@ -53,6 +54,8 @@ pub(super) struct Training {
     checkpointed: Instant,
     /// Whether the next step makes a checkpoint because its time has come, or because of SIGUSR1; the same on all ranks.
     checkpoint_wanted: bool,
+    /// Counts from the end of the step before.
+    energy: EnergyMeter,
     /// Computing time of the last step in seconds.
     compute_s: Option<f64>,
     trace: Trace,
@@ -108,6 +111,8 @@ impl Training {
         run: OpenRun<WithSwapper, InGpu>,
         (comm, ranks): (Arc<Comm>, Ranks),
     ) -> Result<Self, TrainError> {
+        let gpu = stepper.gpu().map(|gpu| gpu.info().pci.as_str());
+        let energy = EnergyMeter::new(gpu, ranks.is_first_of_node());
         let state = &run.state;
         let (train, reports) = (&settings.train, &settings.reports);
         let (mut last_step, first_step) = (state.step, state.step);
@@ -176,6 +181,7 @@ impl Training {
             first_step,
             checkpointed: Instant::now(),
             checkpoint_wanted: false,
+            energy,
             compute_s: None,
             trace: Trace::off(),
         };
@@ -366,6 +372,8 @@ impl Training {
             grads_held_bytes: gradients.held_bytes,
             host_bytes: plan.host_bytes() * u64::from(settings.ranks),
             gpu_resident_bytes: 0,
+            gpu_energy_j: None,
+            cpu_energy_j: None,
             bound_s: self.bound(gradients, 0).s,
             eval_loss: None,
             eval_perplexity: None,
@@ -375,7 +383,7 @@ impl Training {
     /// Adds the step's transfers, summed over all ranks; times are this rank's. Returns the requests, which the ranks tell each other in
     /// the same message.
     fn count_io(
-        &self,
+        &mut self,
         metrics: &mut StepMetrics,
         io: &StepIo,
         stop: &Stop,
@@ -396,16 +404,29 @@ impl Training {
         metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
+        let energy = self.energy.take();
+        // What one rank cannot read is unknown of all.
+        let [gpu_j, cpu_j] =
+            [energy.gpu, energy.processors].map(|joules| joules.unwrap_or(f64::NAN));
+        let cpu_j = if self.ranks.is_first_of_node() {
+            cpu_j
+        } else {
+            0.0
+        };
         let mut moved = [
             io.read_bytes as f64,
             io.written_bytes as f64,
             io.grad_read_bytes as f64,
             io.grad_written_bytes as f64,
+            gpu_j,
+            cpu_j,
             f64::from(u8::from(stop.asked())),
             f64::from(u8::from(checkpoint)),
         ];
         self.comm.all_reduce_sum_f64(&mut moved)?;
-        let [moved @ .., asked, checkpoint] = moved;
+        let [moved @ .., gpu_j, cpu_j, asked, checkpoint] = moved;
+        let known = |joules: f64| joules.is_finite().then_some(joules);
+        (metrics.gpu_energy_j, metrics.cpu_energy_j) = (known(gpu_j), known(cpu_j));
         [
             metrics.device_read_bytes,
             metrics.device_written_bytes,
