@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::figures::{Digits, Seconds};
+use super::figures::Seconds;
 use super::outlook::PrefixedNumber;
 use super::places::{Place, PlaceReport};
 use super::question::{Question, RunLength, read_model};
@@ -101,11 +101,11 @@ Generated from the plans of `configs/models` by `make docs`; a test keeps it cur
 {} tokens a step, nothing of a block kept for backward, the update on the CPU, all gradients in host memory unless the
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
-TFLOPS and 16 cores; *wear* is the writes at that rate. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
+TFLOPS and 16 cores: drives that limit the step are written 276 TB a day. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
 block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a machine needs. `trainer plan --model config.json` plans for another machine.
 
-| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | least: GPU | host | drives | step |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 ",
             QUESTION.seq_len * QUESTION.micro_batch
         );
@@ -123,8 +123,6 @@ block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that 
             ApproxBytes(drives.step_read_bytes as u64).to_string(),
             ApproxBytes(drives.step_written_bytes as u64).to_string(),
             Seconds(drives.step_s).to_string(),
-            format!("{:.0}", drives.tokens_per_s),
-            format!("{} TB", Digits(drives.outlook.written_bytes_per_day / 1e12)),
             ApproxBytes(least.gpu_bytes).to_string(),
             ApproxBytes(least.host_bytes).to_string(),
             ApproxBytes(least.device_bytes).to_string(),
