@@ -58,6 +58,7 @@ PAGES = [
     "configs/*.json",
     "configs/*.sh",
     "offloadd/packaging/**/*",
+    "offloadd/tests/*.md",
     "trainer/bench/io/*.md",
     "trainer/bench/io/*.toml",
     "trainer/bench/*.md",

@@ -45,7 +45,7 @@ tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Opti
 
 | with DeepSpeed | here |
 |---|---|
-| `deepspeed --num_gpus 2 train.py` | `offloadd-run --nproc 2 train.py` |
+| `deepspeed --num_gpus 2 train.py` | `offloadd-run --nproc 2 train.py` ([how fast](benchmarks.md#more-of-training)) |
 | `--include localhost:1,3` | `CUDA_VISIBLE_DEVICES=1,3` before the command |
 | `--hostfile`, `--num_nodes`, `--master_port` | `offloadd-run -- torchrun --nnodes 2 ... train.py` on each node: [several nodes](pytorch-details.md#several-nodes) |
 | a checkpoint of DeepSpeed | is not read, nor does DeepSpeed read ours: take its weights, as in step 4 below, or ours of `engine.save_16bit_model` |
