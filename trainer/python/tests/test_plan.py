@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import types
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 
 import offloadd
 from offloadd.__main__ import main
+from offloadd._config import settings_of
+from offloadd._memory import GpuBytes
+from offloadd._nodes import Topology
+from offloadd._plan import Plan
 from offloadd._sketch import adapt, by_name, cast, quantize
 from offloadd._traced import trace
 from offloadd._units import units_of
@@ -151,7 +156,29 @@ def test_the_command_plans_a_model_by_its_name_without_loading_it(tmp_path, caps
     assert main(["plan", str(path), "--model", str(tmp_path / "model")]) == 0
     assert "(float32) in 4 units" in capsys.readouterr().out
     assert main(["plan", str(path), "--model", str(tmp_path / "nothing")]) == 1
-    assert "--model" in capsys.readouterr().err
+    assert f"no config.json of the model {tmp_path / 'nothing'}: " in capsys.readouterr().err
+
+
+def test_the_command_plans_a_name_as_it_plans_a_directory(llama, tmp_path, capsys, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    assert main(["plan", str(llama), "--lora", "4"]) == 0
+    planned, read = capsys.readouterr().out.splitlines(), transformers.AutoConfig.from_pretrained
+    asked = lambda name: read(llama) if name == "someone/some-model" else read(tmp_path / "nothing")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", asked)
+    assert main(["plan", "someone/some-model", "--lora", "4"]) == 0
+    # Host memory that is available differs.
+    assert capsys.readouterr().out.splitlines()[0] == planned[0]
+    for name, why in (("someone/other-model", "no config.json of the model someone/other-model: "), ("ds.json", "ds.json cannot be read")):
+        assert main(["plan", name]) == 1
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("architectures, why", [(["OtherForCausalLM"], "names the class OtherForCausalLM"), (None, "names no class")])
+def test_a_model_whose_class_is_unknown_is_not_planned_as_another(tmp_path, capsys, architectures, why):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+    transformers.ViTConfig(architectures=architectures, hidden_size=8, num_hidden_layers=3).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path)]) == 1
+    assert why in capsys.readouterr().err
 
 
 # Class, sizes, and the type of a mixture's experts, whose products are made for bf16. No dropout: the CPU keeps other masks than a GPU.
@@ -250,7 +277,7 @@ PLANNED = {
         "with gradient checkpointing and inputs of blocks in host memory, 2 x 16 tokens: weights ",
         ", inputs of blocks of 12.0 KiB each way",
     ),
-    "--seq-len 16 --batch 2 --mlp-chunks 4 --lora 4": ("with gradient checkpointing, 2 x 16 tokens, MLPs in 4 chunks: weights ",),
+    "--seq-len 16 --batch 2 --mlp-chunks 4 --lora 4 --quantize nf4": ("with gradient checkpointing, 2 x 16 tokens, MLPs in 4 chunks: weights ",),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
     "--seq-len 16 --lora 4 --gpu-memory 3GiB": (
@@ -262,6 +289,75 @@ PLANNED = {
     "--quantize nf4": ("uint8", "devices   nothing"),
     "--lora 4 --nvme {dir}": ("devices   ", "a step    reads "),
 }
+
+
+# Options of a plan, keys of its configuration, KiB that the machine's GPU has free, and what is said of it.
+TOO_SMALL = {
+    "--gpu-memory 1MiB --lora 4 --batch 9": ({}, 1 << 30, "a step with gradient checkpointing takes ", "1.0 MiB are available: take --mlp-chunks 4 (what is "),
+    "--lora 4": ({}, 100, "100.0 KiB are available: take --quantize nf4 (weights "),
+    "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", " or take --activations cpu (activations "),
+    "--train none": ({}, 100, "a step takes ", "take --quantize nf4 (weights "),
+    "--batch 9": ({}, 100, "take fewer or shorter sequences at a time (logits ", " or take --activations cpu (activations "),
+    "--batch 9 --mlp-chunks 2 --activations cpu": ({}, 100, "take fewer or shorter sequences at a time (logits "),
+    "--batch 1": ({"offload_optimizer": {"device": "cpu"}}, 1, 'zero_optimization.offload_param.device = "cpu" (weights '),
+    "": ({"offload_param": {"device": "cpu"}, "own": {"gpu_resident_fraction": 1}}, 2, "offloadd.gpu_resident_fraction lower (weights "),
+}
+
+
+@pytest.mark.parametrize("options", TOO_SMALL)
+def test_a_plan_that_a_gpu_has_too_little_memory_for_fails(llama, tmp_path, capsys, monkeypatch, options):
+    keys, free, *said = TOO_SMALL[options]
+    keys = dict(keys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("offloadd.__main__.GpuDevice", lambda _: types.SimpleNamespace(memory=lambda: GpuBytes(0, 0, free << 10)))
+    path, own = tmp_path / "ds.json", keys.pop("own", {})
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": keys or {"offload_param": {"device": "cpu"}}, "offloadd": own}))
+    assert main(["plan", str(path), "--model", str(llama), "--seq-len", "64", *options.split()]) == 1
+    told = capsys.readouterr()
+    (warning,) = [line.split(None, 1)[1] for line in told.out.splitlines() if line.startswith("warning ")]
+    assert f"the run does not fit: {warning}" in told.err
+    assert not [one for one in said if one not in warning], warning
+
+
+def test_a_plan_says_that_a_gpu_has_no_room_without_gradient_checkpointing(llama, capsys):
+    def planned(memory):
+        assert main(["plan", str(llama), "--seq-len", "64", "--batch", "4", "--gpu-memory", memory]) == 0
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("gpu ")]
+        return line
+
+    least, most = (float(re.search(found, planned("80GiB"))[1]) for found in (r"([\d.]+) MiB with gradient", r"; ([\d.]+) MiB without it$"))
+    assert least < most and planned(f"{int(1024 * (least + most) / 2)}KiB").endswith(" without it, more than is available")
+
+
+def test_several_ranks_share_the_state_and_each_has_a_gpu(llama, tmp_path, capsys):
+    def planned(*more):
+        assert main(["plan", str(llama), "--seq-len", "16", *more]) == 0
+        return capsys.readouterr().out
+
+    def number(found, text):
+        return float(re.search(found, text)[1])
+
+    one, four = planned(), planned("--ranks", "4")
+    assert re.search(r"host +[\d.]+ MiB for 4 ranks, [\d.]+ MiB each: ", four) and " on each of 4 GPUs, 1 x 16 tokens" in four
+    bus = r"bus +weights of ([\d.]+) KiB"
+    assert number(bus, four) == pytest.approx(number(bus, one) / 4, abs=0.1)
+    assert number(r"weights ([\d.]+) KiB", four) == number(r"weights ([\d.]+) KiB", one)
+    path = tmp_path / "ds.json"
+    # Of the samples of a step each rank has one.
+    path.write_text(json.dumps({**config("cpu", tmp_path), "train_batch_size": 4, "gradient_accumulation_steps": 1}))
+    assert main(["plan", str(path), "--params", "1e8", "--ranks", "4"]) == 0
+    host, each = re.search(r"host +([\d.]+) GiB for 4 ranks, ([\d.]+) MiB each", capsys.readouterr().out).groups()
+    assert main(["plan", str(path), "--params", "1e8"]) == 0
+    assert float(host) == pytest.approx(float(each) / 256, rel=0.02) == pytest.approx(number(r"host +([\d.]+) GiB", capsys.readouterr().out), rel=0.1)
+
+
+def test_what_the_ranks_of_a_machine_take_together_is_compared_with_its_memory(tmp_path):
+    settings, units = settings_of(config("cpu", tmp_path)), units_of(model_of(), None)[0]
+    plan = Plan(settings, tmp_path / "run", units, Topology(0, 3, (0,), ("",) * 3))
+    plan.host_available_bytes = 2 * plan.host_bytes
+    assert "of host memory" in plan.warnings[0]
+    plan.host_available_bytes = 3 * plan.host_bytes
+    assert plan.warnings == []
 
 
 @pytest.mark.parametrize("options", PLANNED)
@@ -354,6 +450,8 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         ((path,), "one of them only"),
         ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
         ((path, "--model", bert, "--seq-len", 9, "--mlp-chunks", 2), "offloadd.mlp_chunks = 2: the blocks of BertLMHeadModel have no module mlp"),
+        *(((llama, *more), f"{more[0]} {more[1]}: GPU memory is planned for sequences") for more in (("--gpu-memory", "3GiB"), ("--batch", 2))),
+        *(((llama, *more), "give --seq-len too") for more in (("--activations", "cpu"), ("--mlp-chunks", 2))),
         ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
         ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
     ):

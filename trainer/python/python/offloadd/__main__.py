@@ -17,6 +17,7 @@ from ._errors import Error
 from ._experts import Experts
 from ._gpu_plan import computed, gpu_plan, gpu_plan_in_place
 from ._memory import GpuDevice
+from ._nodes import guess
 from ._plan import Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
@@ -32,8 +33,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m offloadd")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="print what a run takes: memory, device files, bytes and seconds of a step")
-    plan.add_argument("config", metavar="CONFIG|MODEL", help="DeepSpeed's JSON; or the directory of a model, planned with its state in host memory")
-    plan.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive for the state, where CONFIG is a model's directory")
+    plan.add_argument(
+        "config", metavar="CONFIG|MODEL", help="DeepSpeed's JSON; or the directory or name of a Hugging Face model, planned with its state in host memory"
+    )
+    plan.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive for the state, with MODEL")
     plan.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
     plan.add_argument("--params", type=float, help="number of parameters, such as 7e9")
     plan.add_argument("--train", choices=["none", "lora", "all"], help="what is trained (all; lora with --lora; none with --quantize)")
@@ -42,8 +45,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     beside.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it")
     plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
-    plan.add_argument("--batch", type=positive, default=1, help="sequences that are computed together (%(default)s)")
-    plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of the GPU, such as 24GiB, for the weights that stay there (what this machine's has free)")
+    plan.add_argument("--batch", type=positive, help="sequences that a GPU computes together (1)")
+    plan.add_argument("--ranks", type=positive, metavar="N", help="processes of one machine that train together, each with a GPU of its own (1)")
+    plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
     plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
     plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
@@ -79,18 +83,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 
 def _plan(given: argparse.Namespace) -> Plan:
-    # A model's directory is planned with its state in host memory, or on the drives of --nvme.
-    by_directory = Path(given.config).is_dir()
-    if by_directory:
+    # A model is planned with its state in host memory, or on the drives of --nvme.
+    by_name_alone, ranks = _is_model(given.config), given.ranks or 1
+    if by_name_alone:
         check_is_model(given.config)
         given.model, place = given.model or given.config, {"device": "cpu"}
         if given.nvme:
             place = {"device": "nvme", "nvme_path": list(map(str, given.nvme))}
-        settings = settings_of({"zero_optimization": {"offload_param": place}}, schedules=False)
+        settings = settings_of({"zero_optimization": {"offload_param": place}}, schedules=False, ranks=ranks)
     elif given.nvme:
         raise Error(f"--nvme belongs to a plan without a configuration: {given.config} has zero_optimization.offload_param.nvme_path")
     else:
-        settings = settings_of(given.config, schedules=False)
+        settings = settings_of(given.config, schedules=False, ranks=ranks)
     rule, activations = (settings.optimizer or {}).get("type", settings.rule), given.activations or settings.activations
     settings = dataclasses.replace(settings, rule=rule, activations=activations)
     if (given.model is None) == (given.params is None):
@@ -98,31 +102,47 @@ def _plan(given: argparse.Namespace) -> Plan:
     with torch.device("meta"):
         model = by_name(given.model) if given.model else by_size(int(given.params), given.units)
         trains = _sketch(model, given, settings.units or None)
-    dtype = given.dtype or settings.precision or (by_directory and getattr(model.config, "dtype", None)) or "float32"
+    dtype = given.dtype or settings.precision or (by_name_alone and getattr(model.config, "dtype", None)) or "float32"
     cast(model, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
-    if given.seq_len is not None and not given.model:
-        raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
+    _check_gpu_options(given)
     # Before layers are cut, whose code needs values then.
-    before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch, given.seq_len)
+    before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
     of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", given.mlp_chunks or settings.mlp_chunks)
-    experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max)
+    experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.
     in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart)[0] if settings.parameters_stay else units
     on_gpu = None
     if of_step is not None and settings.parameters_stay:
-        on_gpu = gpu_plan_in_place(of_step, units, trains)
+        on_gpu = gpu_plan_in_place(of_step, units, trains, _gpu_bytes(given), ranks)
     elif of_step is not None:
-        on_gpu = gpu_plan(of_step, units, modules, trains, settings.gpu_resident_fraction, _gpu_bytes(given))
+        on_gpu = gpu_plan(of_step, units, modules, trains, settings.gpu_resident_fraction, _gpu_bytes(given), ranks)
     on_bus = 0 if on_gpu is None or on_gpu.bus_bytes is None else sum(on_gpu.bus_bytes[:2])
     directory, moved = (given.run_dir or settings.run_dir or settings.default_dir).absolute(), of_step.moved_host_bytes if of_step is not None else 0
-    plan = Plan(settings, directory, in_tiles, bus_bytes=on_bus, on_gpu=of_step is not None, activation_bytes=moved)
+    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, activation_bytes=moved)
     if on_gpu is not None:
-        plan.more = on_gpu.lines()
+        plan.more, plan.more_warnings = on_gpu.lines(), [on_gpu.warning] if on_gpu.warning else []
     if plan.problems:
         print(plan)
     plan.check()
     return plan
+
+
+def _is_model(name: str) -> bool:
+    """Whether CONFIG is a model's directory, or a name such as Qwen/Qwen3-8B, and no file."""
+    path = Path(name)
+    return path.is_dir() or not path.exists() and path.suffix != ".json" and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+
+
+def _check_gpu_options(given: argparse.Namespace) -> None:
+    """Refuses what says nothing without a plan of GPU memory."""
+    if given.seq_len is not None:
+        if not given.model:
+            raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
+        return
+    for name, value in (("--gpu-memory", given.gpu_memory), ("--batch", given.batch), ("--activations", given.activations), ("--mlp-chunks", given.mlp_chunks)):
+        if value is not None:
+            raise Error(f"{name} {value}: GPU memory is planned for sequences of a length: give --seq-len too")
 
 
 def _gpu_bytes(given: argparse.Namespace) -> Optional[int]:

@@ -108,12 +108,14 @@ def read(config: Config) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else json.loads(_offloadd.read_json(Path(config)))
 
 
-def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool = True, sequence_ranks: Optional[int] = None) -> Settings:
+def settings_of(
+    config: Config, gradient_clipping: float = 0.0, schedules: bool = True, sequence_ranks: Optional[int] = None, ranks: Optional[int] = None
+) -> Settings:
     """Reads a file or a dict. `gradient_clipping` counts where it has none. Raises `Error` with all that is wrong in it, or `NotSupported` if it asks
     for something unsupported.
 
     Without `schedules`, the learning rate is the script's: a schedule whose end the Trainer fills in ("auto") is not read. `sequence_ranks` is
-    sequence_parallel_size where the configuration has none.
+    sequence_parallel_size where the configuration has none, and `ranks` train together where they are not those of this process.
     """
     if isinstance(config, Settings):
         return config
@@ -130,7 +132,7 @@ def settings_of(config: Config, gradient_clipping: float = 0.0, schedules: bool 
         if given not in (None, "auto", sequence_ranks):
             raise Error(f"sequence_parallel_size = {given!r}, and the script has sequences on {sequence_ranks} ranks")
         checked["sequence_parallel_size"] = sequence_ranks
-    text, wrong = _offloadd.check_settings(json.dumps(checked, default=_plain), name, processes())
+    text, wrong = _offloadd.check_settings(json.dumps(checked, default=_plain), name, ranks or processes())
     if wrong:
         raise (NotSupported if "not supported" in wrong else Error)(wrong if name is _DICT else f"{name}: {wrong}")
     values = json.loads(text)

@@ -5,15 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Mapping, Optional, Sequence
 
+import torch
 from torch import nn
 
+from ._config import Settings
 from ._errors import Error
-from ._memory import gpu_gradient_bytes
+from ._memory import GpuDevice, gpu_gradient_bytes
 from ._mlp_chunks import MlpChunks
+from ._packed import is_wrapper
 from ._plan import bytes_text
 from ._residency import Levels, margin_bytes
 from ._traced import TracedMemory, trace
 from ._units import Unit
+
+# What takes less of each part of a GPU's memory.
+_FEWER = "fewer or shorter sequences at a time"
+_OFFLOAD_WEIGHTS = 'zero_optimization.offload_param.device = "cpu"'
+
+# The fraction of the memory below which a part is not worth advice.
+_SMALL_PART = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,13 @@ class GpuPlan:
     bus_bytes: Optional[tuple[int, int, int]]
     # A line about weights that stay between their uses.
     resident: Optional[str] = None
+    # Memory of the GPU that is planned for, and what makes the weights there fewer, if anything does.
+    memory_bytes: Optional[int] = None
+    fewer_weights: str = ""
+    # Weights where none stay between their uses, if that is left to the run.
+    weight_bytes_min: Optional[int] = None
+    # GPUs that compute the same, each with sequences of its own.
+    ranks: int = 1
 
     def total_bytes(self, traced: "TracedMemory | str | None") -> Optional[int]:
         """The highest sum of a step that computes so much; None where that is unknown."""
@@ -60,6 +77,31 @@ class GpuPlan:
         """Bytes of inputs of checkpointed blocks that leave the GPU and come back."""
         found = self.computed.least
         return found.moved_bytes if isinstance(found, TracedMemory) else 0
+
+    @property
+    def warning(self) -> Optional[str]:
+        """What the GPU has too little memory for, and what takes less; None where it is enough, or the GPU is not known."""
+        found = self.computed.least
+        known = isinstance(found, TracedMemory)
+        need = self.total_bytes(found) if known else self.weight_bytes + self.gradient_bytes
+        if self.memory_bytes is None or need <= self.memory_bytes:
+            return None
+        less = {"weights": self.fewer_weights, "logits": _FEWER, "KV cache": _FEWER, "activations": _FEWER, "what is computed": _FEWER}
+        if known and not found.moved_bytes and found is not self.computed.kept:
+            less["activations"] = "--activations cpu"
+        if self.computed.mlp_chunks == 1 and self.computed.checkpointed is not None:
+            less["what is computed"] = "--mlp-chunks 4"
+        parts = {"weights": self.weight_bytes, **(self._sizes(found) if known else {})}
+        # The largest first. What is a small part of all makes no difference.
+        named = [name for name in sorted(parts, key=parts.get, reverse=True) if parts[name] >= need * _SMALL_PART]
+        advice: dict[str, str] = {}
+        for name in named:
+            if less[name]:
+                advice.setdefault(less[name], f"take {less[name]} ({name} {bytes_text(parts[name])})")
+        what = (
+            f"a step{' with gradient checkpointing' * (known and found is not self.computed.kept)} takes" if known else "weights and buffers of gradients take"
+        )
+        return f"{what} {bytes_text(need)} of GPU memory, {bytes_text(self.memory_bytes)} are available: {' or '.join(advice.values()) or 'it is too small'}"
 
     def lines(self) -> list[str]:
         """For people."""
@@ -77,6 +119,10 @@ class GpuPlan:
             how += " and inputs of blocks in host memory" if found.moved_bytes else ""
             without = self.total_bytes(computed.kept) if how else None
             more = f"; {bytes_text(without)} without it" if without is not None else ""
+            coming = self.weight_bytes if self.weight_bytes_min is None else self.weight_bytes_min
+            if without is not None and self.memory_bytes is not None and total <= self.memory_bytes < without - self.weight_bytes + coming:
+                more += ", more than is available"
+            how += f" on each of {self.ranks} GPUs" * (self.ranks > 1)
             tokens = f"{computed.sequences} x {computed.seq_len} tokens" + f", MLPs in {computed.mlp_chunks} chunks" * (computed.mlp_chunks > 1)
             lines = [f"gpu       {bytes_text(total)}{how}, {tokens}: {', '.join(parts)}{more}"]
         if self.bus_bytes is not None:
@@ -84,18 +130,22 @@ class GpuPlan:
             back = f", gradients of {bytes_text(gradients)} from it" if gradients else ""
             of = f" (forward {bytes_text(forward)}, backward {bytes_text(backward)})" if backward else ""
             moved = f", inputs of blocks of {bytes_text(self.moved_bytes)} each way" if self.moved_bytes else ""
-            lines.append(f"bus       weights of {bytes_text(forward + backward)} to the GPU{of}{back}{moved}")
+            to = "the GPU" if self.ranks == 1 else f"each of {self.ranks} GPUs, which exchange what they bring"
+            lines.append(f"bus       weights of {bytes_text(forward + backward)} to {to}{of}{back}{moved}")
         if self.resident is not None:
             lines.append(f"resident  {self.resident}")
         return lines
 
+    @classmethod
+    def _parts(cls, found: TracedMemory) -> list[str]:
+        return [f"{name} {bytes_text(size)}" for name, size in cls._sizes(found).items() if size]
+
     @staticmethod
-    def _parts(found: TracedMemory) -> list[str]:
+    def _sizes(found: TracedMemory) -> dict[str, int]:
         # Logits that the forward keeps are counted with the others.
         kept = min(found.kept_bytes - found.cache_bytes, found.peak_bytes - found.cache_bytes - found.logits_bytes)
         rest = found.peak_bytes - found.cache_bytes - found.logits_bytes - kept
-        named = {"activations": kept, "what is computed": rest, "logits": found.logits_bytes, "KV cache": found.cache_bytes}
-        return [f"{name} {bytes_text(size)}" for name, size in named.items() if size]
+        return {"activations": kept, "what is computed": rest, "logits": found.logits_bytes, "KV cache": found.cache_bytes}
 
 
 def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, mlp_chunks: int = 1) -> StepMemory:
@@ -111,10 +161,16 @@ def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tr
 
 
 def gpu_plan(
-    of_step: StepMemory, units: Sequence[Unit], modules: Mapping[int, nn.Module], trains: bool, fraction: Optional[float], gpu_bytes: Optional[int]
+    of_step: StepMemory,
+    units: Sequence[Unit],
+    modules: Mapping[int, nn.Module],
+    trains: bool,
+    fraction: Optional[float],
+    gpu_bytes: Optional[int],
+    ranks: int = 1,
 ) -> GpuPlan:
     """The plan of units, each with its module, of which a fraction stays on the GPU; where none is given, as many as a GPU with so much memory has room
-    for."""
+    for. Each of several ranks brings an equal part of them."""
     levels, least = Levels(units, modules), of_step.least
     gradient_bytes, scale_bytes = gpu_gradient_bytes(units) if trains else 0, _scale_bytes(units)
     computed_bytes = gradient_bytes + least.peak_bytes if isinstance(least, TracedMemory) else None
@@ -131,13 +187,42 @@ def gpu_plan(
         resident = f"{bytes_text(levels.bytes(level))} of {bytes_text(levels.all_bytes)} of weights stay on the GPU" + (f"; {resident}" if resident else "")
     forward = levels.bus_bytes(level, lambda unit: 1)
     backward = levels.bus_bytes(level, lambda unit: 1 + (trains and not unit.root)) - forward
-    bus = forward, backward, sum(unit.gradient_bytes for unit in units if unit.trained)
-    return GpuPlan(of_step, scale_bytes + levels.gpu_bytes(level), gradient_bytes, bus, resident)
+    bus = forward // ranks, backward // ranks, sum(unit.gradient_bytes for unit in units if unit.trained) // ranks
+    fewer = _fewer_weights(units, fraction)
+    coming = scale_bytes + levels.gpu_bytes(0) if fraction is None else None
+    return GpuPlan(of_step, scale_bytes + levels.gpu_bytes(level), gradient_bytes, bus, resident, gpu_bytes, fewer, coming, ranks)
 
 
-def gpu_plan_in_place(of_step: StepMemory, units: Sequence[Unit], trains: bool) -> GpuPlan:
+def gpu_plan_in_place(of_step: StepMemory, units: Sequence[Unit], trains: bool, gpu_bytes: Optional[int], ranks: int = 1) -> GpuPlan:
     """The plan of units whose weights stay with the model."""
-    return GpuPlan(of_step, _scale_bytes(units) + sum(unit.bytes for unit in units), gpu_gradient_bytes(units) if trains else 0, None)
+    weight_bytes, gradient_bytes = _scale_bytes(units) + sum(unit.bytes for unit in units), gpu_gradient_bytes(units) if trains else 0
+    return GpuPlan(of_step, weight_bytes, gradient_bytes, None, None, gpu_bytes, _OFFLOAD_WEIGHTS, ranks=ranks)
+
+
+def warning_at_start(model: nn.Module, units: Sequence[Unit], modules: Mapping[int, nn.Module], settings: Settings, gpu: GpuDevice) -> Optional[str]:
+    """What the GPU has too little memory for, whatever a step computes, and what takes less; None where it is enough."""
+    if settings.parameters_stay:
+        weight_bytes, less = sum(one.nbytes for one in model.parameters() if not is_wrapper(one)), f"set {_OFFLOAD_WEIGHTS}"
+    else:
+        levels = Levels(units, modules)
+        level = levels.nearest(settings.gpu_resident_fraction or 0.0)
+        weight_bytes = levels.gpu_bytes(level)
+        less = "set offloadd.gpu_resident_fraction lower" if level else "name smaller modules in offloadd.units, or quantize what is frozen"
+    need = weight_bytes + gpu_gradient_bytes(units)
+    # A model that is there already moves within its GPU.
+    there = sum(one.nbytes for one in model.parameters() if one.device == gpu.device)
+    available = gpu.memory().free_bytes + there
+    if need <= available:
+        return None
+    return f"weights and buffers of gradients take {bytes_text(need)} of GPU memory beside what is computed, {bytes_text(available)} are available: {less}"
+
+
+def _fewer_weights(units: Sequence[Unit], fraction: Optional[float]) -> str:
+    """What makes the weights on the GPU fewer, where they come and go; empty if nothing does."""
+    if fraction:
+        return "offloadd.gpu_resident_fraction lower"
+    quantizes = any(not unit.trained and unit.dtype.is_floating_point for unit in units) and not any(unit.dtype == torch.uint8 for unit in units)
+    return "--quantize nf4" if quantizes else ""
 
 
 def _scale_bytes(units: Sequence[Unit]) -> int:

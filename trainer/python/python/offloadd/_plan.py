@@ -58,8 +58,11 @@ class Plan:
         self.activation_bytes = activation_bytes
         self.host_bytes = self.figures["host_bytes"] + activation_bytes
         self._bus_bytes = bus_bytes
-        # Lines for people about what else is planned.
+        # Lines for people about what else is planned, and reasons why it may fail.
         self.more: list[str] = []
+        self.more_warnings: list[str] = []
+        # Each of them takes what is planned.
+        self.local_ranks = len(topology.local)
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
         # there is nothing to keep.
         self.copy_bytes, self.why_no_copy = 0, None
@@ -96,14 +99,14 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Reasons why the run may fail later."""
-        host, available = self.host_bytes, self.host_available_bytes
+        host, available = self.local_ranks * self.host_bytes, self.host_available_bytes
         if available is None or host <= available:
-            return []
+            return self.more_warnings
         place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
         lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
         advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
         what = "tiles and inputs of blocks" if self.activation_bytes else "tiles"
-        return [f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}"]
+        return [f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}", *self.more_warnings]
 
     @property
     def bound_s(self) -> float:
@@ -123,9 +126,10 @@ class Plan:
 
     def __str__(self) -> str:
         f = self.figures
+        of_ranks = f" for {self.local_ranks} ranks, {bytes_text(self.host_bytes)} each" if self.local_ranks > 1 else ""
         lines = [
             f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of {f['tile_elems']} elements",
-            f"host      {bytes_text(self.host_bytes)}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
+            f"host      {bytes_text(self.local_ranks * self.host_bytes)}{of_ranks}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
             f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}"
             + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else "")
             + (f", inputs of blocks {bytes_text(self.activation_bytes)}" if self.activation_bytes else ""),
@@ -151,7 +155,8 @@ class Plan:
         if f["device_bytes"]:
             reads = [f"{part} {bytes_text(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
             total = sum(f[part + "_read_bytes"] for part in ("forward", "backward", "update"))
-            lines.append(f"a step    reads {bytes_text(total)} ({', '.join(reads)}), writes {bytes_text(f['written_bytes'])}")
+            who = "each rank " * (self.local_ranks > 1)
+            lines.append(f"a step    {who}reads {bytes_text(total)} ({', '.join(reads)}), writes {bytes_text(f['written_bytes'])}")
             rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})"
         counted = "" if f["compute_s"] is not None else "; without the time of forward and backward, which the first step measures"
         lines.append(f"bound     {f['bound_s']:.3g} s a step, limited by {f['wall']}{rates}{counted}")

@@ -34,6 +34,7 @@ from ._errors import Error, LayoutChanged
 from ._experts import Experts
 from ._fp8 import Fp8Layers
 from ._generation import Meter
+from ._gpu_plan import warning_at_start
 from ._layout import Layout
 from ._memory import GpuDevice, gpu_of
 from ._mlp_chunks import MlpChunks
@@ -199,6 +200,8 @@ class Run:
         self._process = os.getpid()
         _opening.check_given(optimizer, track, found)
         _opening.check_drives(plan, ranks)
+        if plan.gpu is not None and (warning := warning_at_start(model, found, modules, self.settings, plan.gpu)):
+            say(f"warning: {warning}", None if ranks.count == 1 else ranks.rank)
         state_dir = self.run_dir if ranks.first_of_node else self.run_dir / f"rank-{ranks.rank}"
         self._lock = _opening.take_dir(self.run_dir, state_dir)
         layout = Layout(model, found)

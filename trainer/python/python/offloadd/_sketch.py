@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Optional, Sequence
 
 import torch
@@ -22,14 +21,24 @@ def by_name(name: str) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise Error("--model needs transformers: install it, or give --params") from None
+        raise Error("a plan of a model needs transformers: install it, or give --params") from None
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise Error(f"--model {name}: {error}") from None
+        # Its other lines are advice on the library's own settings.
+        why = str(error).partition("\n")[0]
+        raise Error(
+            f"no config.json of the model {name}: {why}; give a directory that has one, or a name that transformers finds in its cache or on the Hub"
+        ) from None
     architecture = (config.architectures or [None])[0]
+    if architecture is None and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM.from_config(config)
     model_class = getattr(transformers, architecture or "", None)
-    return model_class(config) if model_class else transformers.AutoModel.from_config(config)
+    if model_class is None:
+        # Another class of its family has other layers, such as no head.
+        what = f"the class {architecture}, which transformers does not have" if architecture else "no class"
+        raise Error(f"the config.json of {name} names {what} (architectures): plan it with offloadd.prepare(..., plan_only=True)")
+    return model_class(config)
 
 
 def by_size(params: int, units: int) -> nn.Module:
@@ -66,7 +75,8 @@ def quantize(model: nn.Module, wanted: Optional[str]) -> bool:
         raise Error(f"--quantize {wanted}: the model has no linear layers; give --model")
     for one in linear:
         one.weight = stand_in(one.weight.shape, BITS[wanted])
-        one.forward = functools.partial(_of_quantized, one)
+        # A class of its own and no forward of its own: of that nothing knows what it mixes.
+        one.__class__ = _QuantizedLinear
     return True
 
 
@@ -127,9 +137,12 @@ class _AdaptedLayer(nn.Module):
         return (result + self.up(self.down(x.to(self.down.weight.dtype))) * 2.0).to(result.dtype)
 
 
-def _of_quantized(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    out = _DequantizedProduct.apply(x, layer.out_features)
-    return out if layer.bias is None else out + layer.bias.to(out.dtype)
+class _QuantizedLinear(nn.Linear):
+    """A layer of packed bytes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = _DequantizedProduct.apply(x, self.out_features)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class _DequantizedProduct(torch.autograd.Function):

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import io
 import itertools
 import json
 import os
 import pathlib
 import sys
+import types
 
 import torch
 
@@ -110,6 +112,20 @@ def streams_follow():
         return ctypes.string_at(mark.value, 4)
 
 
+def told_of_a_small_gpu(**section):
+    """What a start says where the GPU has no room for the weights that come."""
+    config = {"zero_optimization": section, "offloadd": {"compute_device": "cuda:0", "gpu_resident_fraction": 0}}
+    gpu, told = type(offloadd._run.gpu_of(types.SimpleNamespace(compute_device="cuda:0"), ())), io.StringIO()
+    before, gpu.size = gpu.size, 1000
+    model = Net(4)
+    with contextlib.redirect_stderr(told), offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config, run_dir=directory / f"small-{next(numbers)}"):
+        gpu.size = before
+    return told.getvalue()
+
+
+WEIGHTS = "warning: weights and buffers of gradients take "
+assert WEIGHTS in (told := told_of_a_small_gpu(offload_param={"device": "cpu"})) and "offloadd.units" in told, told
+assert WEIGHTS in (told := told_of_a_small_gpu(offload_optimizer={"device": "cpu"})) and 'offload_param.device = "cpu"' in told, told
 assert streams_follow() == b"done", "a stream does not wait for the one before"
 most, planned = weights_ahead()
 assert most == planned, f"{most} bytes of units are in memory, {planned} are planned"
