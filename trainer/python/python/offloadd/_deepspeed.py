@@ -189,7 +189,16 @@ def checkpoint(function: Callable, *args: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
-def configure(mpu: Any = None, deepspeed_config: Any = None, **settings: Any) -> None:
+def configure(
+    mpu: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: Optional[bool] = None,
+    contiguous_checkpointing: Optional[bool] = None,
+    num_checkpoints: Optional[int] = None,
+    checkpoint_in_cpu: Optional[bool] = None,
+    synchronize: Optional[bool] = None,
+    profile: Optional[bool] = None,
+) -> None:
     """Accepts settings of activation checkpointing: how activations are kept is torch's business here."""
     if mpu is not None:
         raise NotSupported("checkpointing.configure: mpu is not supported: leave it out")

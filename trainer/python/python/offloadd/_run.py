@@ -49,7 +49,7 @@ from ._rewriting import Rewriting
 from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
 from ._sequence_attention import SequenceAttachment, attach
 from ._steps import Steps
-from ._supported_optimizers import rule_of
+from ._supported_optimizers import check_optimizer, rule_of
 from ._units import Unit, units_of
 from ._untrained import NoOptimizer, WeightsDiffer, beside, check_moves
 from ._weights import Weights, each_weight, write_weights
@@ -91,10 +91,10 @@ def prepare(
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
     settings, trains = settings_of(config, schedules=False), optimizer is not None
-    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
     if not trains:
         check_moves(settings)
         run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), NoOptimizer()
+    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -105,6 +105,7 @@ def prepare(
         experts.cut_optimizer(optimizer)
         found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart)
         if plan_only:
+            check_optimizer(optimizer)
             return Plan(settings, directory, found, ranks.topology)
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")

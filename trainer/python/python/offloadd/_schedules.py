@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from . import _offloadd
 from ._config import Settings
+from ._errors import NotSupported
 from ._lion import Lion
 
 # Names of DeepSpeed's schedulers.
@@ -37,8 +38,12 @@ def optimizer_of(settings: Settings, parameters: Iterable) -> Optional[torch.opt
     given = settings.optimizer
     if given is None:
         return None
-    same = {"lr": given["lr"], "betas": tuple(given["betas"]), "weight_decay": given["weight_decay"]}
-    return Lion(parameters, **same) if given["type"] == "Lion" else torch.optim.AdamW(parameters, eps=given["eps"], **same)
+    same, kind = {"lr": given["lr"], "betas": tuple(given["betas"]), "weight_decay": given["weight_decay"]}, given["type"]
+    if kind == "Lion":
+        return Lion(parameters, **same)
+    if kind == "AdamW":
+        return torch.optim.AdamW(parameters, eps=given["eps"], **same)
+    raise NotSupported(f"optimizer.type = {kind!r}: no class here makes it; pass the optimizer to initialize")
 
 
 def schedule_of(settings: Settings, optimizer: torch.optim.Optimizer) -> Optional[Schedule]:

@@ -51,13 +51,9 @@ _SAVE_MEMORY = ("4bit", "8bit", "fp8", "paged", "galore", "apollo", "lomo", "lay
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuses an optimizer whose update is not the engine's."""
-    kind, name = type(optimizer), name_of(type(optimizer))
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
-    if kind not in (*_KINDS, Lion, NoOptimizer) and name not in _LIONS:
-        raise NotSupported(
-            f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW or lion_pytorch.Lion only: {_instead(kind, name)}"
-        )
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer) or kind not in (*_KINDS, Lion, NoOptimizer) and name_of(kind) not in _LIONS:
+        raise _refusal(optimizer)
     step = vars(optimizer).get("step", kind.step)
     while getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS:
         # A scheduler notes only that it was called.
@@ -93,12 +89,26 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def rule_of(optimizer: Any) -> str:
-    """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, "Lion" or "Muon"."""
+    """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, "Lion" or "Muon". Refuses others."""
     # A subclass is one that a run has made of the script's optimizer.
-    kinds = type(optimizer).__mro__
-    if Muon in kinds:
-        return "Muon"
-    return "Lion" if any(kind is Lion or name_of(kind) in _LIONS for kind in kinds) else "AdamW"
+    for kind in type(optimizer).__mro__:
+        if kind is Muon:
+            return "Muon"
+        if kind is Lion or name_of(kind) in _LIONS:
+            return "Lion"
+        if kind in (*_KINDS, NoOptimizer):
+            return "AdamW"
+    raise _refusal(optimizer)
+
+
+def _refusal(optimizer: Any) -> Error:
+    """Why an optimizer's update is not the engine's."""
+    kind, name = type(optimizer), name_of(type(optimizer))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
+    return NotSupported(
+        f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW or lion_pytorch.Lion only: {_instead(kind, name)}"
+    )
 
 
 def name_of(kind: type) -> str:
