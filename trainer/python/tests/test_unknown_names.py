@@ -66,8 +66,9 @@ NAMES = {
     "an argument of checkpointing.configure": (lambda: configure(sideways=True), "sideways"),
     **{
         key: (lambda key=key: settings_of({"offloadd": {key: "tape"}}), "tape")
-        for key in ("optimizer_step", "optimizer_device", "gradients", "activations", "matmuls", "moments", "master", "shard", "sideways")
+        for key in ("optimizer_step", "optimizer_device", "gradients", "activations", "matmuls", "moments", "master", "shard")
     },
+    "a key of offloadd": (lambda: settings_of({"offloadd": {"sideways": 1}}), "sideways"),
     **{
         f"{section}.device": (lambda section=section: settings_of({"zero_optimization": {section: {"device": "tape"}}}), "tape")
         for section in ("offload_param", "offload_optimizer")

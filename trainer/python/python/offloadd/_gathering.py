@@ -20,6 +20,7 @@ from ._memory import HostMemory, Memory
 from ._order import Order
 from ._packed import is_wrapper, wrap_again
 from ._ranks import Ranks
+from ._state_copies import StateCopies
 from ._released import in_transform, outside_transforms
 from ._units import Unit
 from ._watch import watch
@@ -53,6 +54,7 @@ class Gathering:
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
         self.params = [param for unit in units for param in unit.params]
         self.trains = any(unit.trained for unit in units)
+        self.state_copies = StateCopies("model")
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         # Units by the module with which they come and go.
         self.of_module: dict[nn.Module, list[Unit]] = {model: []}
@@ -342,8 +344,9 @@ class Gathering:
             self._written, unit.written = found, True
 
     def refuse_writes(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
-        """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it. `instead` says what to do, by
-        unit."""
+        """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
+        says what to do, by unit."""
+        self.state_copies.refuse_writes()
         for unit in self.units:
             if unit.here:
                 self._note_written(unit)

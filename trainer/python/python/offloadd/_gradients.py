@@ -240,7 +240,8 @@ class Gradients:
 
     def settle_changes(self, given: Mapping[int, torch.Tensor]) -> None:
         """Takes gradients to their tiles that a script has `given`, or changed in place, and zeros where it made them zero."""
-        changed = dict(given)
+        # Values of other gradients, before their tiles change.
+        changed = {key: one.clone() if isinstance(one, GradientInTile) else one for key, one in given.items()}
         for key, held in self.handles.items():
             if key not in given and (held.value is not None or held.zero):
                 changed[key] = held.value

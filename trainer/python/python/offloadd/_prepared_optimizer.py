@@ -17,6 +17,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._moments import Moments, ParamStates, States, check_room, no_write, plain
 from ._rewriting import Rewriting
+from ._state_copies import StateCopies
 from ._steps import Steps
 from ._supported_optimizers import check_settings
 
@@ -25,6 +26,9 @@ class PreparedOptimizer:
     """What an optimizer becomes: PyTorch's class with the methods below in front."""
 
     _offloadd_run: "OfRun"
+    _state_copies: StateCopies
+    # Whether groups are being loaded.
+    _loading = False
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         loss = None
@@ -33,6 +37,7 @@ class PreparedOptimizer:
                 loss = closure()
         # What schedulers look at.
         self._opt_called = True
+        self._state_copies.refuse_writes()
         self._offloadd_run.steps.make()
         return loss
 
@@ -52,8 +57,19 @@ class PreparedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """PyTorch's `state_dict`, with all moments in memory. `run.save_checkpoint` writes them without."""
         check_room(self._offloadd_run.moments.bytes, "optimizer.state_dict() with all moments")
-        whole = super().state_dict()
-        whole["state"] = {key: {name: plain(one) for name, one in dict(of_param).items()} for key, of_param in whole["state"].items()}
+        return self._guarded(super().state_dict())
+
+    def _guarded(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """A state whose tensors, which are copies, tell when they are written to."""
+        self._state_copies.refuse_writes()
+        guard = self._state_copies.guard
+        whole["state"] = {
+            key: {
+                name: guard(plain(one), f"{name} of parameter {key}", [(key, name)]) if isinstance(one, torch.Tensor) else one
+                for name, one in dict(of_param).items()
+            }
+            for key, of_param in whole["state"].items()
+        }
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -75,6 +91,7 @@ class PreparedOptimizer:
                 self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = hooks
             check_settings(self)
             params = params_of(self.param_groups)
+            self._state_copies.forget()
             self._load_states({id(param): dict(states[name]) for name, param in zip(names, params) if states.get(name)})
         except BaseException:
             # What is refused changes nothing: PyTorch has made new groups.
@@ -89,7 +106,17 @@ class PreparedOptimizer:
 
     def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
         """PyTorch's `load_state_dict` of the parameter groups alone."""
-        super().load_state_dict(state_dict)
+        self._loading = True
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            del self._loading
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """PyTorch's, which scripts call with an empty state to begin anew: moments are in tiles, and nobody would look at it."""
+        if "state" in state and not self._loading:
+            self.state = state["state"]
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
     def _load_states(self, states: ParamStates) -> None:
         """Gives parameters, by their id, the states of an optimizer, and all others none."""
@@ -123,11 +150,11 @@ def take_over(optimizer: torch.optim.Optimizer, of_run: OfRun) -> None:
     # A scheduler's, around the step that is replaced.
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(kind.__name__, (PreparedOptimizer, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
-    optimizer._offloadd_run = of_run
+    optimizer._offloadd_run, optimizer._state_copies = of_run, StateCopies("optimizer")
 
 
 def give_back(optimizer: torch.optim.Optimizer, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """The inverse of `take_over`: a plain optimizer with `states`."""
     optimizer.__class__ = type(optimizer).__mro__[2]
-    del optimizer._offloadd_run
+    del optimizer._offloadd_run, optimizer._state_copies
     optimizer.__dict__["state"] = collections.defaultdict(dict, states)

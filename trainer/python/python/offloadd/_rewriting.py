@@ -89,6 +89,7 @@ class Rewriting:
     def replace(self, sources: Mapping[int, torch.Tensor]) -> None:
         """Gives parameters, by their id, other values, a unit at a time, and commits all of them at once. Moments stay."""
         self._commits.seal()
+        self._gathering.state_copies.loaded(sources)
         self._check_frozen(sources)
         units = [unit for unit in self._gathering.units if unit.trained and any(id(param) in sources for param in unit.params)]
         if not units:

@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Optional
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from ._errors import Error
+from ._errors import Error, NotSupported
 
 aten = torch.ops.aten
 
@@ -95,10 +95,25 @@ class GradientInTile(torch.Tensor):
     # What asks for memory below PyTorch's dispatcher.
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.clone().numpy(force=force)
+        return _not_writeable(self.clone().numpy(force=force))
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.clone().__array__(*args, **kwargs)
+        return _not_writeable(self.clone().__array__(*args, **kwargs))
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported("dlpack of a gradient, whose values are in a tile: what is written to them would be lost; pass a clone() of it")
+
+    def share_memory_(self) -> Any:
+        raise NotSupported("share_memory_ of a gradient, whose values are in a tile: share a clone() of it")
+
+    def apply_(self, *args: Any) -> torch.Tensor:
+        return self.copy_(self.clone().apply_(*args))
+
+    def map_(self, *args: Any) -> torch.Tensor:
+        return self.copy_(self.clone().map_(*args))
+
+    def map2_(self, *args: Any) -> torch.Tensor:
+        return self.copy_(self.clone().map2_(*args))
 
     def tolist(self) -> Any:
         return self.clone().tolist()
@@ -118,6 +133,12 @@ class GradientInTile(torch.Tensor):
             raise Error(PARTIAL)
         found = _KNOWN[func](args, kwargs) if func in _KNOWN else _BY_VALUES
         return _on_values(func, args, kwargs) if found is _BY_VALUES else found
+
+
+def _not_writeable(array: Any) -> Any:
+    """An array of numpy's with copies of values: nobody would see what is written to it."""
+    array.flags.writeable = False
+    return array
 
 
 def _handles_in(args: Any, kwargs: Any) -> Iterator[GradientInTile]:

@@ -74,9 +74,12 @@ class Blocks:
             with self.values(block) as values:
                 for name, value in values.items():
                     key = id(self.tensors[name])
-                    if key in self.gathering.unit_of and key not in copied:
-                        copied[key] = value.clone()
-                    found[name] = copied.get(key, value).to(self.tensors[name].device)
+                    whole = self.tensors[name]
+                    parts = [whole] if key in self.gathering.unit_of else whole.parts if type(whole) is CutParam else []
+                    if parts and key not in copied:
+                        copy = (value if type(whole) is CutParam else value.clone()).to(whole.device)
+                        copied[key] = self.gathering.state_copies.guard(copy, name, map(id, parts))
+                    found[name] = copied[key] if parts else value.to(whole.device)
         return found
 
 

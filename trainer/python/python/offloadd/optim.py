@@ -27,9 +27,10 @@ import torch
 from . import _lion, _muon
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
-from ._moments import check_room, plain
+from ._moments import check_room
 from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
 from ._prepared_optimizer import PreparedOptimizer
+from ._state_copies import StateCopies
 
 __all__ = ["AdamW", "Lion", "Muon", "clip_grad_norm_"]
 
@@ -59,7 +60,8 @@ class _Alone(PreparedOptimizer):
     ) -> None:
         """What comes before that of torch.optim. `changing` has options that change the update."""
         self._run: Optional[OptimizerRun] = None
-        self._loading, self._number, self._overlap = False, next(_numbers), overlap_backward
+        self._state_copies = StateCopies("optimizer")
+        self._number, self._overlap = next(_numbers), overlap_backward
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
         self._settings = _settings(directories, socket, {"moments": moments, "master": master, "commit_every": commit_every, **(options or {})})
@@ -129,6 +131,7 @@ class _Alone(PreparedOptimizer):
                 loss = closure()
         # What schedulers look at.
         self._opt_called = True
+        self._state_copies.refuse_writes()
         with torch.no_grad():
             self._open(resume=False).step()
         return loss
@@ -168,18 +171,7 @@ class _Alone(PreparedOptimizer):
         if self._run is not None:
             self._run.check_none_begun("optimizer.state_dict()")
             check_room(self._run.moment_bytes, "optimizer.state_dict() with all moments")
-        whole = torch.optim.Optimizer.state_dict(self)
-        whole["state"] = {key: {name: plain(one) for name, one in dict(of_param).items()} for key, of_param in whole["state"].items()}
-        return whole
-
-    def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
-        self._loading = True
-        try:
-            super()._load_groups(state_dict)
-        finally:
-            self._loading = False
-            # torch leaves a state here that nobody reads.
-            self.__dict__.pop("state", None)
+        return self._guarded(torch.optim.Optimizer.state_dict(self))
 
     def _load_states(self, states: dict[int, dict[str, Any]]) -> None:
         if states or self._run is not None:

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+import idioms  # noqa: F401
 import modules  # noqa: F401
 import programs  # noqa: F401
 import reading  # noqa: F401
