@@ -447,6 +447,7 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         ((llama, "--train", "all", "--quantize", "nf4"), "--train all: quantized layers cannot be trained"),
         ((llama, "--lora", 0), "--lora 0: a rank of 1 at least"),
         ((llama, "--params", 1e6), "one of them only"),
+        ((llama, "--units", 3), "--units 3 says how many blocks a model given by --params has"),
         ((path,), "one of them only"),
         ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
         ((path, "--model", bert, "--seq-len", 9, "--mlp-chunks", 2), "offloadd.mlp_chunks = 2: the blocks of BertLMHeadModel have no module mlp"),

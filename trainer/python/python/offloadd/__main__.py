@@ -50,7 +50,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
     plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
     plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
-    plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
+    plan.add_argument("--units", type=int, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
     _generate.add_parser(commands)
@@ -99,8 +99,10 @@ def _plan(given: argparse.Namespace) -> Plan:
     settings = dataclasses.replace(settings, rule=rule, activations=activations)
     if (given.model is None) == (given.params is None):
         raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
+    if given.units is not None and given.model:
+        raise Error(f"--units {given.units} says how many blocks a model given by --params has: leave it out")
     with torch.device("meta"):
-        model = by_name(given.model) if given.model else by_size(int(given.params), given.units)
+        model = by_name(given.model) if given.model else by_size(int(given.params), _BLOCKS if given.units is None else given.units)
         trains = _sketch(model, given, settings.units or None)
     dtype = given.dtype or settings.precision or (by_name_alone and getattr(model.config, "dtype", None)) or "float32"
     cast(model, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))

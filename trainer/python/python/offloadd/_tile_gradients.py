@@ -103,6 +103,9 @@ class GradientInTile(torch.Tensor):
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise NotSupported("dlpack of a gradient, whose values are in a tile: what is written to them would be lost; pass a clone() of it")
 
+    def resize_(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported("resize_ of a gradient, which has its parameter's shape: give param.grad a tensor of that shape")
+
     def share_memory_(self) -> Any:
         raise NotSupported("share_memory_ of a gradient, whose values are in a tile: share a clone() of it")
 

@@ -30,6 +30,7 @@ _gradients("`p.grad.numpy()` in place", lambda p: p.grad.numpy().__imul__(0.5), 
 _gradients("`np.asarray(p.grad)` in place", lambda p: p.grad.__array__().fill(0), phrase="read-only", error=ValueError)
 _gradients("`from_dlpack(p.grad)`", lambda p: torch.from_dlpack(p.grad).mul_(0.5), phrase="pass a clone() of it")
 _gradients("`p.grad.share_memory_()`", lambda p: p.grad.share_memory_(), phrase="share a clone() of it")
+_gradients("`p.grad.resize_`", lambda p: p.grad.resize_(3), phrase="its parameter's shape")
 _gradients("`p.grad.apply_`", lambda p: p.grad.apply_(lambda value: value / 2))
 _gradients("`p.grad.map_`", lambda p: p.grad.map_(torch.ones(p.shape), lambda value, one: value / 2 + 0 * one))
 _gradients("`torch.clamp(p.grad, out=p.grad)`", lambda p: torch.clamp(p.grad, -0.01, 0.01, out=p.grad))
