@@ -32,8 +32,8 @@ PANELS = [
                 "host memory",
                 [
                     ("host", "offloadd", OURS),
-                    ("deepspeed-cpu-zero2", "DeepSpeed ZeRO-2", DEEPSPEED),
-                    ("fsdp-cpu-prefetch", "PyTorch FSDP2", PYTORCH),
+                    ("deepspeed-cpu-zero2-compiled", "DeepSpeed ZeRO-2, compiled, recomputing", DEEPSPEED),
+                    ("fsdp-cpu-kept", "PyTorch FSDP2", PYTORCH),
                 ],
             ),
         ],

@@ -23,15 +23,15 @@ GPU = "NVIDIA H200"
 # row in results.json, or a heading of trainer/bench/MEASUREMENTS.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
-        [("Where a step's time goes", "offloadd, 1.345 G")],
-        [("Where a step's time goes", "PyTorch compiled, activations kept (`plain"), "pytorch-compiled"],
+        ["resident"],
+        ["pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
     "6.74 billion": [[("Products in 8 bits", "6.74 G"), ("Products in 8 bits", "6.74 G")], [], []],
     "host memory, nothing kept on the GPU": [
         [("A part of the state in GPU memory", "host memory (`offload.gpu_resident_fraction = 0`)"), "host"],
-        ["fsdp-cpu-prefetch"],
-        ["deepspeed-cpu-zero2", "deepspeed-cpu"],
+        ["fsdp-cpu-kept"],
+        ["deepspeed-cpu-zero2-compiled", "deepspeed-cpu-kept"],
     ],
     "60 %; 90 %": [[("A part of the state in GPU memory", "0.6 |"), ("A part of the state in GPU memory", "0.9 of it")], [], []],
     "host memory, 262 k": [[("Many tokens a step", "host memory | 262 k")], [], []],
