@@ -52,14 +52,18 @@ impl EnergyMeter {
     }
 
     /// Joules since the last call, at first since [`EnergyMeter::new`]. A GPU counts about every 100 ms.
-    pub fn take(&mut self) -> Joules {
+    pub fn joules_since_last(&mut self) -> Joules {
         let gpu = self.gpu.as_mut().and_then(|(gpu, last)| {
             let now = gpu.total_energy_consumption().ok()?;
             // It begins again with the driver.
             let millijoules = now.saturating_sub(std::mem::replace(last, now));
             Some(millijoules as f64 / 1e3)
         });
-        let parts: Option<Vec<f64>> = self.processors.iter_mut().map(Package::take).collect();
+        let parts: Option<Vec<f64>> = self
+            .processors
+            .iter_mut()
+            .map(Package::joules_since_last)
+            .collect();
         Joules {
             gpu,
             processors: parts
@@ -112,7 +116,7 @@ impl Package {
         })
     }
 
-    fn take(&mut self) -> Option<f64> {
+    fn joules_since_last(&mut self) -> Option<f64> {
         let now = number(&self.counter)?;
         let last = std::mem::replace(&mut self.last_uj, now);
         let microjoules = match now.checked_sub(last) {
@@ -149,15 +153,15 @@ mod tests {
             processors: packages(dir.path()),
         };
         assert_eq!(meter.processors.len(), 2);
-        assert_eq!(meter.take().processors, Some(0.0));
+        assert_eq!(meter.joules_since_last().processors, Some(0.0));
         set("intel-rapl:0", 130);
         set("intel-rapl:1", 5);
         set("intel-rapl:0:0", 90);
-        let found = meter.take();
+        let found = meter.joules_since_last();
         assert_eq!((found.gpu, found.processors), (None, Some(30.0 + 8.0)));
         // A counter that cannot be read any more is not a machine that takes no energy.
         fs::remove_file(dir.path().join("intel-rapl:1/energy_uj")).unwrap();
-        assert_eq!(meter.take().processors, None);
+        assert_eq!(meter.joules_since_last().processors, None);
     }
 
     #[test]
@@ -166,9 +170,9 @@ mod tests {
             gpu: None,
             processors: packages(Path::new("/nonexistent")),
         };
-        assert_eq!(meter.take(), Joules::default());
+        assert_eq!(meter.joules_since_last(), Joules::default());
         assert_eq!(
-            EnergyMeter::new(Some("ffff:ff:1f.7"), false).take(),
+            EnergyMeter::new(Some("ffff:ff:1f.7"), false).joules_since_last(),
             Joules::default()
         );
     }

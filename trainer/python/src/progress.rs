@@ -198,7 +198,7 @@ impl Reporter {
         let Some((file, monitors)) = &mut self.files else {
             return Ok(facts);
         };
-        let energy = self.energy.take();
+        let energy = self.energy.joules_since_last();
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let metrics = StepMetrics {
             step: step.step,

@@ -404,7 +404,7 @@ impl Training {
         metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
-        let energy = self.energy.take();
+        let energy = self.energy.joules_since_last();
         // What one rank cannot read is unknown of all.
         let [gpu_j, cpu_j] =
             [energy.gpu, energy.processors].map(|joules| joules.unwrap_or(f64::NAN));
