@@ -24,6 +24,10 @@ class StateCopies:
 
     def guard(self, copy: torch.Tensor, name: str, keys: Iterable[Hashable]) -> torch.Tensor:
         """Notes what will be written to a copy of what has these keys."""
+        if copy.is_inference():
+            # It would not count its changes.
+            with torch.inference_mode(False):
+                copy = copy.clone()
         # Not by an operation, which would be one more node of autograd's.
         copy.__class__ = StateCopy
         copy.origin = self, name, tuple(keys)
@@ -44,13 +48,17 @@ class StateCopies:
 
     def refuse_writes(self) -> None:
         """Raises where a copy was written to and nothing was loaded."""
+        if why := self.why_written():
+            self._written.clear()
+            raise NotSupported(why)
+
+    def why_written(self) -> str:
+        """The error of `refuse_writes`; empty where there is none."""
         if not self._written:
-            return
-        name = next(iter(self._written.values()))
-        self._written.clear()
-        raise NotSupported(
-            f"{name} of {self._owner}.state_dict() was changed in place. It is a copy of what lies in tiles, and plain PyTorch would have changed the "
-            f"{self._owner}: give the changed state to {self._owner}.load_state_dict before the next pass or step, or change a clone() of it"
+            return ""
+        return (
+            f"{next(iter(self._written.values()))} of {self._owner}.state_dict() was changed in place. It is a copy of what lies in tiles, and plain PyTorch would "
+            f"have changed the {self._owner}: give the changed state to {self._owner}.load_state_dict before the next pass or step, or change a clone() of it"
         )
 
 
@@ -63,7 +71,7 @@ class StateCopy(torch.Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with AS_TENSORS():
             # Storages and versions cannot be looked at within a transform.
-            copies = [] if in_transform() else [one for one in tree_flatten((args, kwargs))[0] if type(one) is StateCopy and not one.is_inference()]
+            copies = [] if in_transform() else [one for one in tree_flatten((args, kwargs))[0] if type(one) is StateCopy]
             before = [one._version for one in copies]
             result = func(*args, **(kwargs or {}))
             for one, version in zip(copies, before):

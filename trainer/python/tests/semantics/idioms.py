@@ -65,6 +65,15 @@ shared.refused(
 shared.refused("a row of `model.state_dict()[name]`", STATE, lambda s: [s.step(0), s.model.state_dict()["last.weight"][0].zero_(), s.step(1)])
 shared.refused("a `state_dict` that is written, and read again", STATE, lambda s: [s.step(0), _halved(s.model.state_dict()), s.model.state_dict()])
 shared.refused(
+    "a `state_dict` of `inference_mode` that is written",
+    STATE,
+    lambda s: [s.step(0), torch.inference_mode()(lambda: s.model.state_dict()["last.weight"].zero_())(), s.step(1)],
+)
+shared.equal(
+    "an optimizer's `state_dict` of `inference_mode`, loaded",
+    lambda s: [s.step(0), s.optimizer.load_state_dict(torch.inference_mode()(lambda: s.optimizer.state_dict())()), s.step(1)],
+)
+shared.refused(
     "`model.state_dict()[name].numpy()` in place",
     "read-only",
     lambda s: [s.step(0), s.model.state_dict()["last.weight"].numpy().fill(0)],
