@@ -24,6 +24,9 @@ class StateCopies:
 
     def guard(self, copy: torch.Tensor, name: str, keys: Iterable[Hashable]) -> torch.Tensor:
         """Notes what will be written to a copy of what has these keys."""
+        if type(copy) is not torch.Tensor:
+            # A DTensor has no class but its own.
+            return copy
         if copy.is_inference():
             # It would not count its changes.
             with torch.inference_mode(False):
