@@ -18,6 +18,7 @@ from torch import nn
 
 import forks
 import offloadd
+from offloadd._state_copies import StateCopy
 from cases import ALL_CASES
 from offloadd.__main__ import main
 from offloadd._memory import HostMemory
@@ -128,7 +129,7 @@ def same(one, other):
 
 
 def of_bytes(value):
-    if hasattr(value, "dequantize") and type(value) is not torch.Tensor:
+    if hasattr(value, "dequantize") and type(value) not in (torch.Tensor, StateCopy):
         value = value.dequantize()
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 

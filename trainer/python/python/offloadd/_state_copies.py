@@ -84,6 +84,9 @@ class StateCopy(torch.Tensor):
             origins = {one.untyped_storage().data_ptr(): one.origin for one in copies}
             return tree_map(lambda one: _guarded(one, origins), result) if copies else result
 
+    def __repr__(self, *, tensor_contents=None):
+        return repr(self.as_subclass(torch.Tensor))
+
     def __deepcopy__(self, memo):
         return self.as_subclass(torch.Tensor).clone()
 
