@@ -14,12 +14,6 @@ pub(crate) fn fp8_refusal(py: Python<'_>, index: u32) -> PyResult<Option<String>
         .map_err(gpu_failed)
 }
 
-/// Sizes of factors in 8 bits are multiples of it.
-#[pyfunction]
-pub(crate) fn fp8_unit() -> usize {
-    kernels::fp8::FP8_UNIT
-}
-
 /// Converts bf16 matrices of one GPU to 8-bit numbers. Addresses are PyTorch's, of memory that stays until `stream`, PyTorch's current one, has
 /// run what is enqueued here.
 #[pyclass(frozen, module = "offloadd._offloadd")]
@@ -53,7 +47,7 @@ impl Fp8Converter {
         Fp8Kernels::part_count(elems)
     }
 
-    /// Converts `x` of `sizes`, rows and columns, both multiples of `fp8_unit`, with the largest power of two as scale with which its largest
+    /// Converts `x` of `sizes`, rows and columns, both multiples of `FP8_UNIT`, with the largest power of two as scale with which its largest
     /// value stays in the format, E5M2 for `gradients`, otherwise E4M3. `to` are the addresses of the numbers as they lie, of those with rows and
     /// columns exchanged, either of which may be 0, and of what they are to be multiplied by, fp32: NaN if an element is not finite.
     fn convert(

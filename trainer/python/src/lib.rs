@@ -36,7 +36,7 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 
 use crate::errors::{Error, Signals, failed};
 use crate::format::{Format, ParamPlan, UpdateFormat};
-use crate::fp8::{Fp8Converter, fp8_refusal, fp8_unit};
+use crate::fp8::{Fp8Converter, fp8_refusal};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
 use crate::open::{Plan, open, start_daemon};
@@ -637,7 +637,8 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<schedule::LossScale>()?;
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(fp8_refusal, module)?)?;
-    module.add_function(wrap_pyfunction!(fp8_unit, module)?)?;
+    module.add("FP8_SIDE_MIN", kernels::fp8::FP8_SIDE_MIN)?;
+    module.add("FP8_UNIT", kernels::fp8::FP8_UNIT)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(plan::parse_memory, module)?)?;

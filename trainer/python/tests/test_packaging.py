@@ -48,7 +48,7 @@ def members_of(owner):
         if isinstance(value, type):
             bases = [base.__name__ for base in value.__bases__ if base is not object]
             found[name] = (bases, members_of(value))
-        elif inspect.isgetsetdescriptor(value) or isinstance(value, str):
+        elif inspect.isgetsetdescriptor(value) or isinstance(value, (str, int)):
             found[name] = "attribute"
         else:
             function = getattr(owner, name)

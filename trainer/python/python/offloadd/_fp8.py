@@ -21,9 +21,9 @@ from ._units import blocks_of
 
 _WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 # Sizes of factors are multiples of it.
-_UNIT = _offloadd.fp8_unit()
-# A layer with a smaller side gains nothing: the conversion takes as long as the product saves. Routers and adapters have one.
-SIDE_MIN = 1024
+_UNIT = _offloadd.FP8_UNIT
+# A layer with a smaller side stays as it is. Routers and adapters have one.
+SIDE_MIN = _offloadd.FP8_SIDE_MIN
 
 
 class Fp8Layers:

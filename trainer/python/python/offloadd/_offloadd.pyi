@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Callable, Optional
 
 BEGIN_ANEW: str
+FP8_SIDE_MIN: int
+FP8_UNIT: int
 STORE_FILE: str
 
 class Error(Exception): ...
@@ -139,4 +141,3 @@ class Fp8Converter:
 
 def gpu_name(index: int) -> str: ...
 def fp8_refusal(index: int) -> str | None: ...
-def fp8_unit() -> int: ...

@@ -9,6 +9,8 @@
 //! every rate in TFLOPS and of the MFU. Kernels do more: backward recomputes what a block does not keep, and that of attention
 //! its weights. [`Times`] counts these.
 
+use kernels::fp8::fp8_time;
+
 use super::GpuHardware;
 use crate::computation::{ActivationCheckpointing, AttentionKernel, Matmuls};
 use crate::config::RunSettings;
@@ -19,13 +21,6 @@ const PAIR_OPERATIONS: f64 = 4.0;
 
 /// Factor from attention's forward to the operations that its backward kernels do: five products instead of two.
 const BACKWARD_PRODUCTS: f64 = 2.5;
-
-/// Time of products in 8 bits relative to those in 16, for blocks of any width: the matrix units' share.
-const FP8_PRODUCTS_SHARE: f64 = 0.48;
-
-/// Hidden size at which converting the factors, whose cost does not grow with it, takes as long as the products in 16 bits. With this
-/// and [`FP8_PRODUCTS_SHARE`], steps on an H200 of 1.345 G (hidden size 2,048) and 6.74 G parameters (4,096), 0.198 and 0.876 s, are met.
-const FP8_CONVERSION_SIZE: f64 = 590.0;
 
 /// Operations of one process in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -141,9 +136,7 @@ pub(super) fn times(
     let recomputed = 2.0 * tokens * blocks * recomputed_params(&units[1], how.checkpointing);
     let share = match how.matmuls {
         Matmuls::InDtype => 1.0,
-        Matmuls::Fp8 => {
-            FP8_PRODUCTS_SHARE + FP8_CONVERSION_SIZE / settings.model.hidden_size as f64
-        }
+        Matmuls::Fp8 => fp8_time(settings.model.hidden_size),
     };
     // The products of blocks, and those of the head, which keep the dtype.
     let products_s =
