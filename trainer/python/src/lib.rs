@@ -9,6 +9,7 @@
 //! ```
 
 mod checkpoint;
+mod choices;
 mod errors;
 mod format;
 mod fp8;
@@ -639,6 +640,8 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(fp8_refusal, module)?)?;
     module.add("FP8_SIDE_MIN", kernels::fp8::FP8_SIDE_MIN)?;
     module.add("FP8_UNIT", kernels::fp8::FP8_UNIT)?;
+    module.add_function(wrap_pyfunction!(choices::choices, module)?)?;
+    module.add_function(wrap_pyfunction!(choices::node_copy, module)?)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(plan::parse_memory, module)?)?;

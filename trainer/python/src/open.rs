@@ -81,9 +81,9 @@ pub(crate) struct UnitPlan {
     pub(crate) elems: u64,
     /// `float32`, `bfloat16` or `float16`; any type where the unit is not trained.
     pub(crate) dtype: String,
-    elem_bytes: usize,
+    pub(crate) elem_bytes: usize,
     /// Of gradients, as they come and in tiles: `dtype`, or `float32`, whose sums over several passes are not rounded.
-    gradient_dtype: String,
+    pub(crate) gradient_dtype: String,
     pub(crate) trained: bool,
     /// Whether it has matrices that Muon updates, or their momentum: tiles without moments.
     #[serde(default)]

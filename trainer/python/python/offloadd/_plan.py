@@ -13,20 +13,11 @@ import torch
 
 from . import _offloadd
 from ._config import Settings
-from ._errors import Error, NoSpace, NotSupported
+from ._errors import NoSpace, NotSupported
 from ._memory import GpuDevice
 from ._nodes import Topology
 from ._program import BIN
 from ._units import Unit
-
-# Slots that tiles of all kinds pass through need at least so much.
-_STAGING_BYTES_MIN = 64 << 20
-
-# The part of the available host memory that a copy of the parameters may fill, with all else that is counted.
-_ROOM = 0.9
-
-# Bytes of parameters, moments and gradients of a trained element, to size the staging by.
-_STATE_BYTES_PER_ELEM = 16
 
 
 class Plan:
@@ -73,17 +64,10 @@ class Plan:
     def _copy(self, units: list[Unit], topology: Topology) -> tuple[int, str]:
         if self.settings.shard == "all":
             return 0, "offloadd.shard"
-        local, parts = len(topology.local), []
-        for unit, shard_elems in zip(units, self.figures["shard_elems"]):
-            part, rest = divmod(shard_elems * topology.count * unit.dtype.itemsize, local)
-            if rest:
-                return 0, f"{local} ranks cannot keep equal parts of {unit.name or 'what is in no block'}"
-            # PyTorch pins memory in sizes that are powers of two.
-            parts.append(part if self.gpu is None else 1 << (part - 1).bit_length())
-        available = self.host_available_bytes
-        if available is not None and local * (self.host_bytes + sum(parts)) > _ROOM * available:
-            return 0, f"host memory has no room for a copy of all parameters on each node, {bytes_text(local * sum(parts))}"
-        return sum(parts), ""
+        # On all ranks.
+        elems = [shard_elems * topology.count for shard_elems in self.figures["shard_elems"]]
+        parts = [(unit.name or "what is in no block", count * unit.dtype.itemsize) for unit, count in zip(units, elems)]
+        return _offloadd.node_copy(parts, len(topology.local), self.gpu is not None, self.host_bytes, self.host_available_bytes)
 
     def network(self, why_no_copy: str) -> str:
         """Where the nodes have the parameters, for people."""
@@ -194,37 +178,49 @@ def engine_plan(
     where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned. `on_gpu`: the model will compute
     on a GPU that is not at hand."""
     part, job = part_of(run_dir, topology.node)
-    trains = any(unit.trained for unit in units)
-    state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
+    described = [
+        {
+            "elems": unit.elems,
+            "dtype": _type(unit.dtype),
+            "elem_bytes": unit.dtype.itemsize,
+            "gradient_dtype": _type(unit.gradient_dtype),
+            "trained": unit.trained,
+            "muon": unit.muon,
+            "params": unit.plan_params,
+        }
+        for unit in units
+    ]
+    facts = {
+        "units": described,
+        "ranks": topology.count,
+        "local_ranks": len(topology.local),
+        "cores": os.cpu_count() or 2,
+        "gpu": gpu,
+        "on_gpu": on_gpu,
+        "on_drives": settings.device == "nvme",
+        # What is available says nothing of a quota.
+        "available_bytes": None if settings.socket else _offloadd.host_available_bytes(),
+        "resident_fraction": settings.resident_fraction,
+        "gradients": settings.gradients,
+        "staging_bytes": settings.staging_bytes,
+        "optimizer_device": settings.optimizer_device,
+        "update_threads": settings.update_threads,
+    }
     return {
-        "units": [
-            {
-                "elems": unit.elems,
-                "dtype": _type(unit.dtype),
-                "elem_bytes": unit.dtype.itemsize,
-                "gradient_dtype": _type(unit.gradient_dtype),
-                "trained": unit.trained,
-                "muon": unit.muon,
-                "params": unit.plan_params,
-            }
-            for unit in units
-        ],
+        "units": described,
         "nvme": [str(path) for path in settings.nvme],
         "socket": str(settings.socket) if settings.socket else None,
         "program": program_of(settings),
         "run_dir": str(part),
         "job": job,
         # Deferred updates let the engine read ahead across the end of a pass, also where there are none.
-        "deferred": settings.optimizer_step == "deferred" or not trains,
+        "deferred": settings.optimizer_step == "deferred" or not any(unit.trained for unit in units),
         "resident_fraction": settings.resident_fraction,
-        "gradients_fraction": _gradients_fraction(settings, units, topology),
         "moments": settings.moments,
         "master": _master(settings, units),
         "optimizer": settings.rule,
         "commit_every": settings.commit_every,
-        # An eighth of the state keeps one drive busy; small models get what they need anyway.
-        "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // topology.count // 8, 4 << 30)),
-        **(_updaters(settings, gpu, len(topology.local), on_gpu) if trains else {"update_threads": 1, "update_gpu": None}),
+        **json.loads(_offloadd.choices(json.dumps(facts))),
         "compute_gpu": gpu,
         "rank": topology.rank,
         "ranks": topology.count,
@@ -257,31 +253,6 @@ def described(plan: str) -> tuple[str, str]:
     of_node = {key: values[key] for key in _OF_NODE}
     same = {key: value for key, value in values.items() if key not in _OF_NODE + _OF_RANK}
     return json.dumps([same, bool(values["nvme"] or values["socket"])]), json.dumps(of_node)
-
-
-def _gradients_fraction(settings: Settings, units: list[Unit], topology: Topology) -> float:
-    """The fraction of the gradients that stays in host memory: all if they take at most half of what is available."""
-    if settings.gradients in ("cpu", "nvme"):
-        return 1.0 if settings.gradients == "cpu" else 0.0
-    # What is available says nothing of a quota.
-    available = None if settings.socket else _offloadd.host_available_bytes()
-    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // topology.count
-    fits = available is not None and wanted <= available // len(topology.local) // 2
-    return 1.0 if fits else settings.resident_fraction
-
-
-def _updaters(settings: Settings, gpu: Optional[int], local_ranks: int, on_gpu: bool = False) -> dict[str, Any]:
-    """The threads that update on the CPU, and the GPU that updates beside or instead of them."""
-    device = settings.optimizer_device or "auto"
-    if device == "auto":
-        # Drives bring tiles no faster than the CPU updates them.
-        device = "cpu" if gpu is None or settings.device == "nvme" else "shared"
-    if gpu is None and device != "cpu" and not on_gpu:
-        raise Error(f"offloadd.optimizer_device = {device!r}: the model does not compute on a GPU; leave it out")
-    cores = max(1, (os.cpu_count() or 2) // local_ranks)
-    # The CPU computes too, or has PyTorch's thread and the mover's to run.
-    threads = settings.update_threads or max(1, min(4, cores // 2) if gpu is None and not on_gpu else cores - 2)
-    return {"update_threads": 0 if device == "gpu" else threads, "update_gpu": gpu if device != "cpu" else None}
 
 
 def _type(dtype: torch.dtype) -> str:

@@ -13,9 +13,8 @@ use serde_json::Value;
 
 pub use settings::{
     ActivationsChoice, AttentionChoice, Batch, DataFile, DataSettings, DeviceChoice, Durability,
-    FirstWeights, GradientsChoice, Interval, LossOn, OffloadSettings, OnBadRecord, OptimizerDevice,
-    OptimizerStep, Packing, Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice,
-    TrainSettings,
+    FirstWeights, GradientsChoice, Interval, LossOn, OffloadSettings, OnBadRecord, OptimizerStep,
+    Packing, Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice, TrainSettings,
 };
 pub(crate) use summary::summary_of_schedule;
 pub use training_settings::keys::listing;
@@ -24,6 +23,7 @@ pub use training_settings::{
     OptimizerKind, OptimizerSettings, OverflowPolicy, ParamGroupSettings, RangeTest, Reports,
     SettingsError, Source, Tier, Warmup, apply_overrides, setting_like,
 };
+pub use training_state::plan::updaters::OptimizerDevice;
 pub use training_state::stage::Stage;
 
 use training_settings::{ParsedSettings, Rate, Reader, Remarks, WrittenFor, parse, toml};

@@ -15,6 +15,7 @@ use super::{
 use crate::computation::{ActivationCheckpointing, Matmuls};
 use crate::model::{Dropout, Dtype, ModelConfig};
 use training_state::learning_rate::learning_rate;
+use training_state::plan::updaters::OptimizerDevice;
 
 /// Passes over the data above which a run is warned about.
 const EPOCHS_USUAL: f64 = 4.0;
@@ -454,20 +455,6 @@ pub enum DeviceChoice {
     Cpu,
     /// A GPU. The run refuses to start without one.
     Gpu,
-}
-
-/// Where the optimizer runs. The choice does not change results, so a resumed run may change it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OptimizerDevice {
-    /// Chosen by the plan.
-    Auto,
-    /// The processor, on state in host memory.
-    Cpu,
-    /// The GPU. State in host memory or on devices is streamed through it.
-    Gpu,
-    /// Both; each updates a part of the tiles.
-    Shared,
 }
 
 /// Where parameters and optimizer state are kept.

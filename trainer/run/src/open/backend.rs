@@ -11,24 +11,10 @@ use crate::model::UnitLayout;
 use crate::plan::Plan;
 use training_state::backend::{Both, GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, TappedOptimizer};
+use training_state::plan::updaters::cpu_updaters;
 use training_state::update::{
     ByGroup, CpuUpdate, GPU_UPDATERS, GpuUpdate, ParamGroup, ParamGroups,
 };
-
-/// Optimizer threads when state comes from devices; each updates a tile of its own. One thread keeps up with
-/// drives that write 8 GB/s. With more than three, copying competes for cores and memory bandwidth: on 16
-/// cores with four drives of 6.2 GB/s read and 3.2 GB/s write, a step took 1.43 to 1.45 s with 3 threads,
-/// 1.38 to 1.55 s with 4 and 1.55 s with 6. With half of the state in host memory it took 0.74 s with 3 and
-/// 0.83 s with 6.
-const CPU_UPDATERS_BESIDE_DEVICES: usize = 3;
-
-/// Returns the number of optimizer threads. State in host memory is not limited by a device, so when more
-/// than half of the state is there, the number grows with that fraction up to `threads`.
-fn cpu_updaters(threads: usize, state_fraction: f64) -> usize {
-    let pace = 0.5 / (1.0 - state_fraction);
-    let wanted = CPU_UPDATERS_BESIDE_DEVICES as f64 * pace.max(1.0);
-    threads.min(wanted.ceil() as usize).max(1)
-}
 
 /// Returns the learning rate and weight decay of each parameter.
 pub fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> ParamGroups {
@@ -168,14 +154,6 @@ mod tests {
         grad_scale: 1.0,
         rounding: Rounding::ZERO,
     };
-
-    #[test]
-    fn updaters_grow_with_what_stays_in_host_memory_up_to_the_threads() {
-        let of_sixteen = [0.0, 0.5, 0.75, 0.875, 1.0].map(|share| cpu_updaters(16, share));
-        assert_eq!(of_sixteen, [3, 3, 6, 12, 16]);
-        assert_eq!([0.0, 1.0].map(|share| cpu_updaters(2, share)), [2, 2]);
-        assert_eq!(cpu_updaters(1, 0.5), 1);
-    }
 
     #[test]
     fn parameters_decay_as_the_settings_group_them() {

@@ -12,10 +12,7 @@ use crate::config::{
     ResidentFraction, RunSettings, ShardChoice, Tier,
 };
 use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
-
-/// Fraction of free host memory that choices leave unused, for the page cache, other programs and uncounted
-/// needs.
-const HOST_MARGIN_SHARE: f64 = 0.1;
+use training_state::plan::node_copy::NoNodeCopy;
 
 /// Fraction of GPU memory that choices leave unused, for fragmentation and the needs of kernels.
 const GPU_MARGIN_SHARE: f64 = 0.1;
@@ -63,10 +60,10 @@ impl Plan {
         kept.choose(settings, staging)?;
         let fits_gpu = |gpu: &GpuHardware| kept.gpu_bytes() <= gpu.memory_bytes;
         let why = if kept.host_bytes() > kept.most_host_bytes(settings) {
-            format!(
-                "host memory has no room for a copy of all parameters on each node, {}",
-                ApproxBytes(kept.node_copy_bytes())
-            )
+            NoNodeCopy::HostMemory {
+                node_bytes: kept.node_copy_bytes(),
+            }
+            .to_string()
         } else if !kept.hardware.gpu.as_ref().is_none_or(fits_gpu) {
             "GPU memory has no room for a second group of ranks, which would gather a node's copy"
                 .to_owned()
@@ -214,11 +211,10 @@ impl Plan {
 
     /// Host memory that choices may give to this process: its part of the node's memory.
     fn most_host_bytes(&self, settings: &RunSettings) -> u64 {
-        let without_margin = |bytes: u64| (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64;
         let free = self
             .hardware
             .host_memory_bytes
-            .map_or(u64::MAX, without_margin);
+            .map_or(u64::MAX, choose::without_host_margin);
         let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
         free.min(budget) / u64::from(self.local_ranks)
     }
@@ -268,7 +264,7 @@ impl Plan {
             };
             self.chose(
                 "offload.optimizer_device",
-                optimizer_device_name(self.optimizer_device).to_owned(),
+                self.optimizer_device.name().to_owned(),
                 why,
             );
         }
@@ -560,16 +556,6 @@ pub fn attention_kernel_name(kernel: AttentionKernel) -> &'static str {
     match kernel {
         AttentionKernel::Cudnn => "cudnn",
         AttentionKernel::Torch => "torch",
-    }
-}
-
-/// Name of the value in the configuration file.
-pub fn optimizer_device_name(place: OptimizerDevice) -> &'static str {
-    match place {
-        OptimizerDevice::Auto => "auto",
-        OptimizerDevice::Cpu => "cpu",
-        OptimizerDevice::Gpu => "gpu",
-        OptimizerDevice::Shared => "shared",
     }
 }
 

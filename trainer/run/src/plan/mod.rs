@@ -42,7 +42,7 @@ use crate::model::{Dtype, UnitLayout, unit_layouts};
 pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
-pub use choices::{Choice, attention_kernel_name, checkpointing_name, optimizer_device_name};
+pub use choices::{Choice, attention_kernel_name, checkpointing_name};
 pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
 pub use memory::ComputeMemory;
 pub use operations::Operations;

@@ -6,8 +6,8 @@ use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
 
+use super::Plan;
 use super::choices::why_no_cudnn;
-use super::{Plan, optimizer_device_name};
 use crate::computation::{ActivationCheckpointing, Matmuls, fp8_refusal};
 use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{CheckpointError, DirError, RunId, resolved};
@@ -100,12 +100,7 @@ fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
 
 fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let wanted = settings.offload.optimizer_device;
-    let what = |why: String| {
-        format!(
-            "offload.optimizer_device is \"{}\", {why}",
-            optimizer_device_name(wanted)
-        )
-    };
+    let what = |why: String| format!("offload.optimizer_device is \"{}\", {why}", wanted.name());
     match (&plan.hardware.gpu, wanted) {
         // Already reported by no_gpu.
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, Outlook, Plan,
-    PlanError, Problem, attention_kernel_name, checkpointing_name, optimizer_device_name,
+    PlanError, Problem, attention_kernel_name, checkpointing_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -242,7 +242,7 @@ impl Plan {
                     swapper::Schedule::Immediate => "immediate",
                     swapper::Schedule::Deferred => "deferred",
                 },
-                optimizer_device: optimizer_device_name(self.optimizer_device),
+                optimizer_device: self.optimizer_device.name(),
                 activation_checkpointing: checkpointing_name(self.checkpointing),
                 attention: attention_kernel_name(self.attention),
                 activations: match self.inputs_away || !on_gpu {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::choices::why_no_cudnn;
 use super::figures::{Digits, Of, Seconds};
-use super::{Hardware, Plan, optimizer_device_name};
+use super::{Hardware, Plan};
 use crate::computation::AttentionKernel;
 use crate::config::{DeviceChoice, RunSettings, Tier};
 use offload_support::units::ApproxBytes;
@@ -263,7 +263,7 @@ impl Plan {
             Seconds(bound.s),
             Digits(tflops),
             bound.wall.word(),
-            optimizer_device_name(self.optimizer_device),
+            self.optimizer_device.name(),
         )?;
         for (n, term) in bound.terms.iter().filter(|term| term.s > 0.0).enumerate() {
             let lead = if n == 0 { "\nterms     " } else { ", " };

@@ -1,10 +1,19 @@
 //! Chooses staging, commit interval and resident tiles of a run, as functions of bytes and rates.
 
+use std::ops::RangeInclusive;
+
 use swapper::{Schedule, StepBytes, StepRates, bound_s, staging_needed_bytes};
 
 /// Smallest staging if a rate is assumed: it keeps one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters
 /// are trained on a fast GPU.
 pub const STAGING_BYTES_ASSUMED: u64 = 1_400_000_000;
+
+/// Fraction of free host memory that choices leave unused, for the page cache, other programs and uncounted
+/// needs.
+const HOST_MARGIN_SHARE: f64 = 0.1;
+
+/// Least and most staging of a script.
+const SCRIPT_STAGING_BYTES: RangeInclusive<u64> = 64 << 20..=4 << 30;
 
 /// Largest fraction of a step that commits of resident tiles may add.
 const COMMIT_SHARE_MAX: f64 = 0.05;
@@ -30,6 +39,27 @@ impl Tiles {
 pub fn staging_bytes(bytes: &StepBytes, rates: &StepRates, iodepth: u32, round_bytes: u64) -> u64 {
     let in_flight = (u64::from(iodepth) / 2 + WORKING_SLOTS) * round_bytes;
     staging_needed_bytes(bytes, rates) as u64 + in_flight
+}
+
+/// Returns the staging of a script's rank with `state_bytes` of parameters, moments and gradients: an eighth keeps one drive busy. How long the
+/// script computes, from which [`staging_bytes`] follows, is unknown before it runs. Small models get what they need anyway.
+pub fn script_staging_bytes(state_bytes: u64) -> u64 {
+    (state_bytes / 8).clamp(*SCRIPT_STAGING_BYTES.start(), *SCRIPT_STAGING_BYTES.end())
+}
+
+/// Returns whether `grad_bytes` of a script's rank stay in host memory: if they take at most half of the rank's part of what is available.
+/// The other half is for the tensors that the script makes, which no plan knows.
+pub fn script_gradients_stay(
+    grad_bytes: u64,
+    available_bytes: Option<u64>,
+    local_ranks: u64,
+) -> bool {
+    available_bytes.is_some_and(|bytes| grad_bytes <= bytes / local_ranks / 2)
+}
+
+/// Returns the part of `bytes` of free host memory that choices may use.
+pub fn without_host_margin(bytes: u64) -> u64 {
+    (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64
 }
 
 /// Returns the number of steps between commits: 1 if no tile is resident, otherwise the fewest for which
@@ -126,6 +156,25 @@ mod tests {
             bound(&endless),
             "more staging would not help"
         );
+    }
+
+    #[test]
+    fn a_script_stages_an_eighth_of_its_state_within_limits() {
+        for (state_bytes, staged_bytes) in [
+            (0, 64 << 20),
+            (512 << 20, 64 << 20),
+            (8 << 30, 1 << 30),
+            (1 << 40, 4 << 30),
+        ] {
+            assert_eq!(script_staging_bytes(state_bytes), staged_bytes);
+        }
+    }
+
+    #[test]
+    fn gradients_of_a_script_stay_if_they_take_half_of_the_ranks_memory() {
+        assert!(script_gradients_stay(25, Some(100), 2));
+        assert!(!script_gradients_stay(26, Some(100), 2));
+        assert!(!script_gradients_stay(0, None, 1));
     }
 
     #[test]

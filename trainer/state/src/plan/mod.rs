@@ -6,6 +6,8 @@ mod bytes;
 pub mod choose;
 mod measured;
 mod memory;
+pub mod node_copy;
+pub mod updaters;
 
 pub use bytes::{BusBytes, TileSums};
 pub use measured::{MeasuredRates, measured_path};

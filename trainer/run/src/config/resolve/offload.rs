@@ -110,12 +110,7 @@ fn optimizer_device(
     let optimizer_device = faults.collect(word(
         "offload.optimizer_device",
         offload.optimizer_device.as_deref(),
-        &[
-            ("auto", OptimizerDevice::Auto),
-            ("cpu", OptimizerDevice::Cpu),
-            ("gpu", OptimizerDevice::Gpu),
-            ("shared", OptimizerDevice::Shared),
-        ],
+        &OptimizerDevice::NAMES,
     ));
     if device == Some(DeviceChoice::Cpu)
         && matches!(
