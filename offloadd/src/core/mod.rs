@@ -112,7 +112,7 @@ impl Core {
                 data.on_arena_made(session, result, devices, ops);
             }
             // The driver limits how long a session may stay unattached.
-            Event::Attached { session } => data.on_attached(session),
+            Event::Attached { session } => data.sessions.on_attached(session),
             Event::Submission { session, entry } => self.on_submission(session, &entry),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read),
             Event::RebalanceTick { force } => admin.move_next(force, data, ops),
@@ -160,7 +160,7 @@ impl Core {
     fn on_io_done(&mut self, io: IoId, result: IoResult, read: Option<AlignedBytes>) {
         let Self { data, admin, ops } = self;
         if let Some(extent) = data.on_io_done(io, result, ops) {
-            return admin.free_left(extent, data);
+            return (admin.mover).free_left(Some(extent), &mut admin.devices, data);
         }
         match ops.end_operation(io) {
             Some(Operation::Write {
@@ -239,7 +239,7 @@ impl Core {
                 Ok(None)
             }
             Call::ReserveScratch { token, tile_bytes } => {
-                let asked = data.check_scratch(data.live(peer, token)?, tile_bytes)?;
+                let asked = data.check_scratch(data.sessions.live(peer, token)?, tile_bytes)?;
                 let extents = admin.devices.reserve_scratch(&asked)?;
                 Ok(Some(data.give_scratch(asked, extents)))
             }
@@ -265,7 +265,7 @@ impl Core {
                 member.report_damage(damage, ops).map(Some)
             }
             Call::Close { token } => {
-                let session = data.live(peer, token)?;
+                let session = data.sessions.live(peer, token)?;
                 data.end_session(session, Some(call), ops);
                 Ok(None)
             }
@@ -392,7 +392,8 @@ impl Core {
 
     /// Bytes of host memory of all sessions, and their number.
     pub fn arena_used(&self) -> (u64, u64) {
-        self.data.arena_used()
+        let sessions = &self.data.sessions;
+        (sessions.arena_bytes(), sessions.len() as u64)
     }
 
     /// Jobs in the store that `viewer` may see, sorted by owner and name.

@@ -207,7 +207,7 @@ impl Mover {
         }
         let copied = (batch.moves.iter()).filter(|p| p.copy.is_some() && p.stays.is_none());
         let mut flushed: Vec<_> = copied.map(|place| place.to.device).collect();
-        let TornRecords { slots, writes } = data.jobs.moving(&batch.key).freeze_to_clear();
+        let TornRecords { slots, writes } = data.jobs.existing(&batch.key).freeze_to_clear();
         batch.cleared = slots;
         let mut steps = Vec::new();
         if !writes.is_empty() {
@@ -233,11 +233,11 @@ impl Mover {
         let key = batch.key.clone();
         let cleared = std::mem::take(&mut batch.cleared);
         let failed = batch.failed.take();
-        data.jobs.moving(&key).thaw();
+        data.jobs.existing(&key).thaw();
         if let Some(fault) = result.err().map(|failed| failed.fault).or(failed) {
             return self.end_batch(Some(fault), devices, data, ops);
         }
-        data.jobs.moving(&key).clear(&cleared);
+        data.jobs.existing(&key).clear(&cleared);
         self.exchange(&key, devices, data, ops);
     }
 
@@ -251,7 +251,7 @@ impl Mover {
     ) {
         let batch = self.batch.as_mut().expect("tiles move");
         let moves = batch.moves.iter().map(|place| (place.tile, place.which));
-        let Some(holds) = data.jobs.moving(key).exchangeable(moves) else {
+        let Some(holds) = data.jobs.existing(key).exchangeable(moves) else {
             return self.end_batch(None, devices, data, ops);
         };
         let mut given_up = Vec::new();
@@ -284,7 +284,7 @@ impl Mover {
             to: place.to,
         });
         let numbers = devices.numbers();
-        let Some((offsets, blocks)) = data.jobs.moving(key).replace_extents(extents, &numbers)
+        let Some((offsets, blocks)) = data.jobs.existing(key).replace_extents(extents, &numbers)
         else {
             devices.free_all(given_up);
             let what = format!(
@@ -316,7 +316,7 @@ impl Mover {
     ) {
         let batch = self.batch.take().expect("tiles move");
         let key = &batch.key;
-        data.jobs.moving(key).thaw();
+        data.jobs.existing(key).thaw();
         // Copies were flushed before, so a flush that failed since has lost none of them, and `batch.failed` does not matter
         // here.
         match result {
@@ -336,7 +336,7 @@ impl Mover {
                         key.name, failed.fault.message
                     ),
                 );
-                data.jobs.moving(key).lose_table(broken, &failed.fault);
+                data.jobs.existing(key).lose_table(broken, &failed.fault);
                 self.stop(&failed.fault);
             }
         }
@@ -383,7 +383,7 @@ impl Mover {
 
     /// Frees extents that tiles have left, when no read of them is in flight. `ended` is the extent whose operation has ended;
     /// `None` checks all.
-    pub(super) fn free_left(
+    pub(in crate::core) fn free_left(
         &mut self,
         ended: Option<Extent>,
         devices: &mut DeviceTable,

@@ -244,6 +244,25 @@ impl DeviceTable {
         Ok(extents.zip(sizes).collect())
     }
 
+    /// Describes what a drained metadata device without tiles still holds, and whether the next start moves that too.
+    pub(super) fn waits_for_a_start(
+        &self,
+        device: DeviceIndex,
+        jobs: &JobTable,
+    ) -> Option<(String, bool)> {
+        if device != self.metadata_device() || !self.only_metadata_left(jobs) {
+            return None;
+        }
+        let what = "all tiles have left it; the store's catalog and the jobs' records";
+        Some(match self.find_new_metadata_device(&self.space, jobs) {
+            Ok(_) => (
+                format!("{what} leave it when offloadd is started next with no session to adopt"),
+                true,
+            ),
+            Err(fault) => (format!("{what} are still there: {}", fault.message), false),
+        })
+    }
+
     /// Checks that the tiles of `device` fit on the other devices. The error has the numbers.
     pub(super) fn check_room_without(
         &self,

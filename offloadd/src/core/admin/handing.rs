@@ -80,7 +80,7 @@ impl Admin {
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<(Vec<AdoptedSession>, Vec<String>), String> {
-        assert!(!data.has_sessions(), "before anybody has come");
+        assert!(data.sessions.len() == 0, "before anybody has come");
         self.check_state(state)?;
         let mut sessions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (index, session) in state.sessions.iter().enumerate() {

@@ -35,7 +35,6 @@ use crate::io::{AlignedBytes, IoId, IoResult};
 use crate::store::catalog::{Catalog, Phase};
 use crate::store::placement::Space;
 use crate::store::recover::RecoveredDevice;
-use crate::store::tile_table::Extent;
 use catalog_queue::CatalogQueue;
 use device_table::DeviceTable;
 use moving::Mover;
@@ -107,11 +106,6 @@ impl Admin {
         copied
     }
 
-    /// Frees extents that tiles have left, when no read of them is in flight: see [`Mover::free_left`].
-    pub(super) fn free_left(&mut self, ended: Extent, data: &Data) {
-        self.mover.free_left(Some(ended), &mut self.devices, data);
-    }
-
     /// Devices in the store's order.
     pub(super) fn device_states(&self, data: &Data) -> Vec<DeviceState> {
         let state = |(index, device): (DeviceIndex, &RecoveredDevice)| DeviceState {
@@ -131,9 +125,13 @@ impl Admin {
             Some(Phase::Settled) => None,
             _ => self.mover.stuck(),
         };
-        let (stuck, waits_for_start) = (not_moving.or_else(|| self.only_read(index)))
+        // Reported for one device.
+        let only_read = (self.read_only.as_ref())
+            .filter(|_| index == self.devices.metadata_device())
+            .map(|fault| fault.message.clone());
+        let (stuck, waits_for_start) = (not_moving.or(only_read))
             .map(|why| (why, false))
-            .or_else(|| self.waits_for_a_start(index, data))
+            .or_else(|| self.devices.waits_for_a_start(index, &data.jobs))
             .unzip();
         DeviceStatus {
             number: device.superblock.number,
@@ -142,26 +140,5 @@ impl Admin {
             stuck,
             waits_for_start: waits_for_start.unwrap_or(false),
         }
-    }
-
-    /// Describes what a drained metadata device without tiles still holds, and whether the next start moves that too.
-    fn waits_for_a_start(&self, device: DeviceIndex, data: &Data) -> Option<(String, bool)> {
-        if device != self.devices.metadata_device() || !self.devices.only_metadata_left(&data.jobs)
-        {
-            return None;
-        }
-        let what = "all tiles have left it; the store's catalog and the jobs' records";
-        let devices = &self.devices;
-        Some(
-            match devices.find_new_metadata_device(&devices.space, &data.jobs) {
-                Ok(_) => (
-                    format!(
-                        "{what} leave it when offloadd is started next with no session to adopt"
-                    ),
-                    true,
-                ),
-                Err(fault) => (format!("{what} are still there: {}", fault.message), false),
-            },
-        )
     }
 }

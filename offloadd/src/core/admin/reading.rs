@@ -4,7 +4,6 @@
 //! sessions that an earlier daemon handed over can still be adopted by a later one.
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::DeviceIndex;
 
 use super::Admin;
 use crate::blocks::BlockError;
@@ -28,15 +27,6 @@ impl Admin {
     /// Reason why the store is read-only, if it is.
     pub(in crate::core) fn read_only(&self) -> Option<&Fault> {
         self.read_only.as_ref()
-    }
-
-    /// The reason, reported for the metadata device only.
-    pub(super) fn only_read(&self, device: DeviceIndex) -> Option<String> {
-        let why = self
-            .read_only
-            .as_ref()
-            .filter(|_| device == self.devices.metadata_device());
-        why.map(|fault| fault.message.clone())
     }
 
     pub(super) fn check_writing(&self) -> Result<(), Fault> {

@@ -200,7 +200,7 @@ impl Data {
             geometry: checked.geometry.clone(),
             ring_entries: ring_entries(checked.iodepth),
         };
-        let job = self.jobs.get_mut(key).expect("just made");
+        let job = self.jobs.existing(key);
         let state = RankState {
             resumed: checked.resumed,
         };

@@ -34,6 +34,11 @@ impl JobTable {
         self.0.get_mut(key)
     }
 
+    /// Returns a job that exists: it stays in the table until its last session, script and move have ended.
+    pub(in crate::core) fn existing(&mut self, key: &JobKey) -> &mut Job {
+        self.0.get_mut(key).expect("a job that exists")
+    }
+
     /// Returns the jobs by owner and name.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Job> {
         self.0.values()
@@ -123,8 +128,8 @@ impl JobTable {
     /// # Errors
     /// As of [`Self::check_closed`].
     pub(super) fn closed_mut(&mut self, key: &JobKey) -> Result<&mut Job, Fault> {
-        closed(self.0.get(key), key)?;
-        Ok(self.0.get_mut(key).expect("just seen"))
+        self.check_closed(key)?;
+        Ok(self.existing(key))
     }
 
     /// Marks a job that has no sessions as being deleted: it cannot be opened any more in this incarnation, even if the deletion
@@ -143,11 +148,6 @@ impl JobTable {
         let job = self.0.remove(key).expect("it is being deleted");
         let stored = job.stored.expect("it is being deleted");
         (stored.entry, stored.table)
-    }
-
-    /// Returns the job whose tiles move.
-    pub(in crate::core) fn moving(&mut self, key: &JobKey) -> &mut Job {
-        (self.0.get_mut(key)).expect("dropped only when no tile moves")
     }
 
     /// Adds a device to those that jobs may write to.

@@ -33,19 +33,10 @@ impl Data {
     /// Returns a session with its job.
     pub(super) fn member(&mut self, id: SessionId) -> Member<'_> {
         let session = self.sessions.get_mut(id).expect("a session");
-        let job = self.jobs.get_mut(&session.key).expect("a session's job");
         Member {
+            job: self.jobs.existing(&session.key),
             session,
-            job,
             incarnation: &self.incarnation,
-        }
-    }
-
-    /// Handles the end of a member: the working generation cannot be completed.
-    pub(super) fn lose_member(&mut self, id: SessionId, ops: &mut Operations) {
-        let Member { session, job, .. } = self.member(id);
-        for write in job.lose_member(session.rank, id, ops) {
-            self.cancel_write(&write);
         }
     }
 
@@ -53,8 +44,7 @@ impl Data {
     pub(in crate::core) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
         for session in self.sessions.iter() {
             if session.has_scratch_on(device) {
-                let job = self.jobs.get_mut(&session.key).expect("a session's job");
-                job.mark_unflushed(device);
+                self.jobs.existing(&session.key).mark_unflushed(device);
             }
         }
         for job in self.jobs.iter_mut() {
@@ -88,7 +78,7 @@ impl Member<'_> {
 
 impl Job {
     /// Handles the end of a member: the working generation cannot be completed. Returns the member's writes that have not started.
-    fn lose_member(
+    pub(super) fn lose_member(
         &mut self,
         rank: Rank,
         session: SessionId,

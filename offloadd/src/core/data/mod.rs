@@ -71,7 +71,7 @@ pub(super) struct Data {
     limits: Limits,
     quotas: Quotas,
     pub(super) jobs: JobTable,
-    sessions: SessionTable,
+    pub(super) sessions: SessionTable,
     /// Tiles that the driver has not reported as done.
     inflight: HashMap<IoId, TileIo>,
     notes: VecDeque<AdminNote>,

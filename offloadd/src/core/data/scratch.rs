@@ -102,8 +102,7 @@ impl Data {
             ..
         } = asked;
         let reserved_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
-        let session = self.sessions.get_mut(session).expect("a live session");
-        session.scratch = (extents.into_iter().zip(tile_bytes))
+        self.member(session).session.scratch = (extents.into_iter().zip(tile_bytes))
             .map(|(extent, bytes)| ScratchTile::new(extent, bytes, None))
             .collect();
         Reply::ReserveScratch { reserved_bytes }
@@ -141,8 +140,7 @@ impl Data {
 
     /// Moves the tile to `extent` without its content.
     pub(in crate::core) fn replace_scratch(&mut self, write: &ScratchWrite, extent: Extent) {
-        let session = self.sessions.get_mut(write.session).expect("it writes");
-        let tile = &mut session.scratch[write.index];
+        let tile = &mut self.member(write.session).session.scratch[write.index];
         tile.extent = extent;
         tile.content = None;
     }

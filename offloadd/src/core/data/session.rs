@@ -142,19 +142,6 @@ impl Session {
 }
 
 impl Data {
-    pub(in crate::core) fn has_sessions(&self) -> bool {
-        self.sessions.len() > 0
-    }
-
-    /// Returns the live session of a token, if it belongs to this peer.
-    pub(in crate::core) fn live(
-        &self,
-        peer: Peer,
-        token: SessionToken,
-    ) -> Result<SessionId, Fault> {
-        self.sessions.live(peer, token)
-    }
-
     pub(in crate::core) fn open(
         &mut self,
         call: CallId,
@@ -201,13 +188,6 @@ impl Data {
         Ok(None)
     }
 
-    /// Handles that the session's process has fetched the descriptors.
-    pub(in crate::core) fn on_attached(&mut self, id: SessionId) {
-        if let Some(session) = self.sessions.get_mut(id) {
-            session.claimed = true;
-        }
-    }
-
     pub(in crate::core) fn on_arena_made(
         &mut self,
         id: SessionId,
@@ -215,13 +195,14 @@ impl Data {
         devices: Vec<DeviceState>,
         ops: &mut Operations,
     ) {
-        let session = self.sessions.get_mut(id).expect("the arena of a session");
+        let member = self.member(id);
+        let session = member.session;
         match (session.stage, result) {
             (Stage::Making { open }, Ok(())) => {
                 session.stage = Stage::Live;
                 let reply = OpenReply {
                     token: session.token,
-                    epoch: self.incarnation.epoch,
+                    epoch: member.incarnation.epoch,
                     arena_bytes: session.geometry.arena_bytes(),
                     ring_entries: session.ring_entries,
                     iodepth: session.iodepth,
@@ -256,14 +237,17 @@ impl Data {
     ) {
         // A session may end twice: its process closes it and then exits while the last operations end.
         if self.sessions.end(id, close) {
-            self.lose_member(id, ops);
+            let member = self.member(id);
+            for write in member.job.lose_member(member.session.rank, id, ops) {
+                self.cancel_write(&write);
+            }
             self.try_drop(id, ops);
         }
     }
 
     /// Drops the arena of an ended session after its last operation.
     pub(super) fn try_drop(&mut self, id: SessionId, ops: &mut Operations) {
-        let session = self.sessions.get(id).expect("a session");
+        let session = self.member(id).session;
         let Stage::Ending { close } = session.stage else {
             return;
         };
@@ -286,8 +270,10 @@ impl Data {
                 .map(|tile| (tile.extent, tile.bytes()));
             self.notes.push_back(AdminNote::Freed(extents.collect()));
         }
-        let job = self.jobs.get_mut(&session.key).expect("a session's job");
-        job.members.remove(&session.rank);
+        self.jobs
+            .existing(&session.key)
+            .members
+            .remove(&session.rank);
         self.jobs.settle(&session.key);
     }
 }

@@ -11,19 +11,19 @@ use crate::io::SessionId;
 
 /// Sessions, in the order in which they were opened.
 #[derive(Default)]
-pub(super) struct SessionTable {
+pub(in crate::core) struct SessionTable {
     sessions: BTreeMap<SessionId, Session>,
     tokens: HashMap<SessionToken, SessionId>,
     arena_bytes: u64,
 }
 
 impl SessionTable {
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::core) fn len(&self) -> usize {
         self.sessions.len()
     }
 
     /// Bytes of host memory of all sessions.
-    pub(super) fn arena_bytes(&self) -> u64 {
+    pub(in crate::core) fn arena_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
@@ -44,7 +44,11 @@ impl SessionTable {
     }
 
     /// Returns the live session of a token, if it belongs to this peer.
-    pub(super) fn live(&self, peer: Peer, token: SessionToken) -> Result<SessionId, Fault> {
+    pub(in crate::core) fn live(
+        &self,
+        peer: Peer,
+        token: SessionToken,
+    ) -> Result<SessionId, Fault> {
         let found = self.tokens.get(&token).copied().filter(|id| {
             let session = &self.sessions[id];
             session.uid == peer.uid && session.stage == Stage::Live
@@ -55,6 +59,13 @@ impl SessionTable {
                 "no session has this token: the session has ended, or belongs to another daemon",
             )
         })
+    }
+
+    /// Handles that the session's process has fetched the descriptors.
+    pub(in crate::core) fn on_attached(&mut self, id: SessionId) {
+        if let Some(session) = self.get_mut(id) {
+            session.claimed = true;
+        }
     }
 
     pub(super) fn insert(&mut self, session: Session) {

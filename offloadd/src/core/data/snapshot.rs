@@ -132,11 +132,6 @@ impl Data {
         }
         jobs.into_values().collect()
     }
-
-    /// Returns the host memory of all sessions and the number of sessions.
-    pub(in crate::core) fn arena_used(&self) -> (u64, u64) {
-        (self.sessions.arena_bytes(), self.sessions.len() as u64)
-    }
 }
 
 impl JobTable {

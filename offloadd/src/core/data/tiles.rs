@@ -65,7 +65,7 @@ impl Data {
     /// Raises the priority of an operation. Takes constant time, also for unknown tickets, because a process may send as many
     /// as its ring holds.
     fn promote(&mut self, id: SessionId, promote: Promote, ops: &mut Operations) {
-        let session = self.sessions.get(id).expect("its submission is taken");
+        let session = self.member(id).session;
         let Some(&io) = session.tickets.get(&promote.ticket.0) else {
             return;
         };
@@ -115,8 +115,9 @@ impl Data {
             tile: write.tile.request.tile.0,
             which: write.tile.version.which,
         });
-        let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
-        job.mark_unflushed(write.tile.extent.device);
+        self.jobs
+            .existing(&write.tile.key)
+            .mark_unflushed(write.tile.extent.device);
         self.issue(write.tile, write.place, ops);
     }
 
@@ -143,8 +144,7 @@ impl Data {
     /// Cancels a write that waited and was not started.
     pub(super) fn cancel_write(&mut self, write: &ParkedWrite) {
         let TileIo { key, request, .. } = &write.tile;
-        let job = self.jobs.get_mut(key).expect("it waits");
-        job.cancel_write(request);
+        self.jobs.existing(key).cancel_write(request);
         self.sessions.free_slot(write.tile.session, request.slot);
     }
 
