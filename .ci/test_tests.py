@@ -318,9 +318,11 @@ class Words(unittest.TestCase):
             f"{words.PACKAGE}/_a.py": "class _Kept:\n    def take(self):\n        pass\n",
             "trainer/python/tests/test_a.py": "class Tied:\n    def look(self):\n        pass\n",
             "a/target/c.rs": "fn of() {}",
+            "a/src/d.rs": "fn place() {}\nfn places() {}\nfn place_tile() {}\nfn together() {}\n",
         }
         names = [tuple(line.split(": ")[:2]) for line in self.identifier_faults(files)]
         expected = [("a/src/b.rs:1", "Opened"), ("a/src/b.rs:3", "Held"), ("a/src/b.rs:6", "of")]
+        expected += [("a/src/d.rs:1", "place"), ("a/src/d.rs:2", "places"), ("a/src/d.rs:4", "together")]
         expected += [(f"{words.PACKAGE}/_a.py:1", "_Kept"), (f"{words.PACKAGE}/_a.py:2", "take"), ("trainer/python/tests/test_a.py:2", "look")]
         self.assertEqual(names, expected)
 

@@ -98,7 +98,7 @@ PARTICIPLES = set(
 )
 
 # Functions whose name says neither what they do nor with what.
-VAGUE = "of|take|look|tell|hear|come|bring"
+VAGUE = "of|take|look|tell|hear|come|bring|together|places?"
 
 # Names that are allowed, each with its reason: (crate or package, name).
 ALLOWED = {

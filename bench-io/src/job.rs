@@ -265,7 +265,7 @@ impl JobOptions {
         );
         let (engine, word) = engine_of(self.ioengine.as_deref().unwrap_or("auto"), self.iodepth)?;
         let rw = self.rw.unwrap_or(Access::Read);
-        let place = self.place(target, rw, &word)?;
+        let place = self.target_place(target, rw, &word)?;
         let size = match (self.size, &place) {
             (Some(size), _) => Some(size.0),
             (None, Place::Files(_)) => None,
@@ -306,7 +306,7 @@ impl JobOptions {
     }
 
     /// Checks the options that name a location.
-    fn place(&self, target: TargetKind, rw: Access, engine: &str) -> Result<Place> {
+    fn target_place(&self, target: TargetKind, rw: Access, engine: &str) -> Result<Place> {
         let dirs = match self.directory.is_empty() {
             true => vec![PathBuf::from(".")],
             false => self.directory.clone(),

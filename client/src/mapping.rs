@@ -183,7 +183,9 @@ fn split(mapping: Mapping, geometry: &Geometry) -> (ArenaMemory, Vec<Region>) {
     let mut end = 0;
     let regions = (0..geometry.slot_count())
         .map(|slot| {
-            let place = geometry.place(SlotIndex(slot)).expect("below slot_count");
+            let place = geometry
+                .slot_place(SlotIndex(slot))
+                .expect("below slot_count");
             let (offset, bytes) = (place.offset as usize, place.bytes as usize);
             assert!(offset >= end, "slot {slot} overlaps the one before it");
             end = offset + bytes;

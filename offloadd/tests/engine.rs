@@ -138,7 +138,7 @@ fn an_arena_moves_bytes_before_during_and_after_its_registration() {
     let geometry = Geometry::new(&classes).unwrap();
     on_each_engine(&[device], |engine| {
         let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
-        let place = geometry.place(SlotIndex(6)).unwrap();
+        let place = geometry.slot_place(SlotIndex(6)).unwrap();
         let slot = || Memory::Arena {
             arena: arena.clone(),
             offset: place.offset,
@@ -165,7 +165,7 @@ fn an_arena_moves_bytes_before_during_and_after_its_registration() {
             rustix::io::pread(arena.as_fd(), &mut seen, place.offset).unwrap();
             assert_eq!(seen, fill, "{step}");
             // The neighbouring slot is unchanged.
-            let before = geometry.place(SlotIndex(5)).unwrap();
+            let before = geometry.slot_place(SlotIndex(5)).unwrap();
             rustix::io::pread(arena.as_fd(), &mut seen, before.offset).unwrap();
             assert_eq!(seen, [0; 4096]);
         }

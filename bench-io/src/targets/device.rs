@@ -215,7 +215,7 @@ impl Target for DeviceTarget {
     fn start(&mut self, flight: Flight) -> Result<()> {
         let slot = self.free.pop().context("more operations than buffers")?;
         let offset = flight.block * u64::from(self.block_bytes);
-        let place = self.geometry.place(SlotIndex(slot));
+        let place = self.geometry.slot_place(SlotIndex(slot));
         let place = place.context("a slot of its own geometry")?;
         self.engine.submit(Io {
             id: IoId(u64::from(slot)),

@@ -70,7 +70,7 @@ impl Drives {
         fs::create_dir_all(dir.join("ram"))
             .with_context(|| format!("creating {}", dir.display()))?;
         let begun = begin(&dir)?;
-        let group = Group::place(&plan.name).context("missing() checked for it")?;
+        let group = Group::of_set(&plan.name).context("missing() checked for it")?;
         let loop_devices = u64::from(plan.loop_devices);
         let mut drives = Self {
             name: plan.name.clone(),

@@ -18,8 +18,8 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Location of the group of the set `name`, existing or not; `None` if the kernel has no such controller.
-    pub(crate) fn place(name: &str) -> Option<Self> {
+    /// The group of the set `name`, existing or not; `None` if the kernel has no such controller.
+    pub(crate) fn of_set(name: &str) -> Option<Self> {
         let controllers = fs::read_to_string(Path::new(VERSION2).join("cgroup.controllers"));
         let parent = if controllers.is_ok_and(|all| all.split_whitespace().any(|one| one == "io")) {
             VERSION2

@@ -169,7 +169,7 @@ pub(crate) fn missing(raid0: bool) -> Option<String> {
     if !Path::new("/dev/loop-control").exists() {
         return Some("loop devices (/dev/loop-control)".into());
     }
-    if Group::place("").is_none() {
+    if Group::of_set("").is_none() {
         return Some("the block cgroup (io.max of cgroup v2, or blkio.throttle of v1)".into());
     }
     None

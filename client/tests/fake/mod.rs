@@ -172,7 +172,7 @@ fn serve_session(
                 ring_bell(&completion);
                 continue;
             }
-            let place = geometry.place(SlotIndex(sqe.slot)).unwrap();
+            let place = geometry.slot_place(SlotIndex(sqe.slot)).unwrap();
             let mut cqe = Cqe {
                 ticket: sqe.ticket,
                 fault: 0,

@@ -178,7 +178,7 @@ impl Geometry {
     }
 
     /// Place of `slot`; `None` when there is no such slot.
-    pub fn place(&self, slot: SlotIndex) -> Option<SlotPlace> {
+    pub fn slot_place(&self, slot: SlotIndex) -> Option<SlotPlace> {
         let index = self
             .classes
             .partition_point(|c| c.first_slot <= slot.0)
@@ -221,7 +221,7 @@ mod tests {
         let geometry = Geometry::new(&classes).unwrap();
         let mut end = 0;
         for slot in 0..geometry.slot_count() {
-            let place = geometry.place(SlotIndex(slot)).unwrap();
+            let place = geometry.slot_place(SlotIndex(slot)).unwrap();
             assert!(
                 place.offset >= end,
                 "slot {slot} overlaps the one before it"
@@ -237,12 +237,12 @@ mod tests {
             );
         }
         assert!(end <= geometry.arena_bytes());
-        assert_eq!(geometry.place(SlotIndex(geometry.slot_count())), None);
+        assert_eq!(geometry.slot_place(SlotIndex(geometry.slot_count())), None);
         assert_eq!(
             geometry.slots_of(2).collect::<Vec<_>>(),
             (3..8).map(SlotIndex).collect::<Vec<_>>()
         );
-        assert_eq!(geometry.place(SlotIndex(3)).unwrap().bytes, 4096);
+        assert_eq!(geometry.slot_place(SlotIndex(3)).unwrap().bytes, 4096);
     }
 
     #[test]

@@ -31,12 +31,12 @@ fn open_session(message: proto::OpenSessionRequest) {
     };
     let mut end = 0;
     for slot in 0..geometry.slot_count().min(1000) {
-        let place = geometry.place(SlotIndex(slot)).expect("it was counted");
+        let place = geometry.slot_place(SlotIndex(slot)).expect("it was counted");
         assert!(place.offset >= end, "slot {slot} overlaps the one before");
         end = place.offset + place.bytes;
         assert!(end <= geometry.arena_bytes(), "slot {slot} lies outside");
     }
-    assert_eq!(geometry.place(SlotIndex(geometry.slot_count())), None);
+    assert_eq!(geometry.slot_place(SlotIndex(geometry.slot_count())), None);
 }
 
 fn define_tiles(message: proto::DefineTilesRequest) {

@@ -443,7 +443,7 @@ impl Driver {
                     job,
                     damage,
                 } => {
-                    let place = self.ledger.place(uid, &job);
+                    let place = self.ledger.index_of(uid, &job);
                     self.report_damage(place, uid, damage, by_process);
                 }
                 Message::Change(change) => {

@@ -156,13 +156,13 @@ impl Ledger {
 
     /// Counts a session of a job. Its operations are counted under the returned index.
     pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
-        let place = self.place(uid, name);
+        let place = self.index_of(uid, name);
         self.jobs[place.0].session_count += 1;
         place
     }
 
     /// Finds or makes the index of a job.
-    pub fn place(&mut self, uid: u32, name: &JobName) -> JobPlace {
+    pub fn index_of(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let key = (uid, name.clone());
         JobPlace(match self.indices.get(&key) {
             Some(place) => *place,

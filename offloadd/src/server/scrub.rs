@@ -123,7 +123,7 @@ impl Scrubs {
         self.running.lock().expect("no panic while locked")
     }
 
-    fn place(&self, viewer: Viewer, uid: u32) -> Result<ScrubRegistration, Fault> {
+    fn register(&self, viewer: Viewer, uid: u32) -> Result<ScrubRegistration, Fault> {
         let class = match viewer {
             Viewer::All => CallerClass::Administrator,
             Viewer::Uid(_) => CallerClass::User,
@@ -151,7 +151,7 @@ impl Scrubs {
 
     /// Starts a scrub, which ends early if the receiver is dropped.
     pub(super) fn start(&self, owner: DriverHandle, wish: Wish) -> Result<Answers, Fault> {
-        let place = self.place(wish.viewer, wish.uid)?;
+        let place = self.register(wish.viewer, wish.uid)?;
         let (answers, receiver) = mpsc::channel(16);
         let scrub = Scrub {
             owner,
@@ -494,8 +494,8 @@ mod tests {
     #[test]
     fn each_user_has_one_scrub_and_users_share_the_limit() {
         let scrubs = Scrubs::new(100 << 20);
-        let user = |uid| scrubs.place(Viewer::Uid(uid), uid);
-        let root = scrubs.place(Viewer::All, 0).unwrap();
+        let user = |uid| scrubs.register(Viewer::Uid(uid), uid);
+        let root = scrubs.register(Viewer::All, 0).unwrap();
         let first = user(1000).unwrap();
         assert_eq!(first.bytes_per_s(1 << 40), 100 << 20);
         let second = user(1001).unwrap();
@@ -506,13 +506,13 @@ mod tests {
         let fault = user(1000).unwrap_err();
         assert_eq!(fault.kind, FaultKind::TooMany);
         assert!(fault.message.contains("a scrub of uid 1000"), "{fault}");
-        assert!(scrubs.place(Viewer::All, 0).is_err());
+        assert!(scrubs.register(Viewer::All, 0).is_err());
         drop(first);
         assert_eq!(second.bytes_per_s(1 << 40), 100 << 20);
         let places: Vec<_> = (2000..).map_while(|uid| user(uid).ok()).collect();
         assert_eq!(places.len() + 1, SCRUBS_MAX);
         // An administrator does not count.
-        assert!(scrubs.place(Viewer::All, 7).is_ok());
+        assert!(scrubs.register(Viewer::All, 7).is_ok());
     }
     #[test]
     fn a_pause_ends_soon_after_nobody_listens() {

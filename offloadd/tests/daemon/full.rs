@@ -93,7 +93,7 @@ fn a_full_file_system_is_named_and_the_job_continues_when_there_is_space() {
     let ballast = small.dir.join("ballast");
     let filled = std::fs::write(&ballast, vec![1; 24 << 20]);
     assert!(filled.is_err(), "the file system has room for everything");
-    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(1)).unwrap();
     let mut refused = 0;
     for tile in 0..400 {
         let bytes = [tile as u8; 4096];

@@ -106,7 +106,7 @@ fn drive_faults(daemon: &Daemon, told: &mut CallResults) -> Result<(), FaultKind
     control.resume(resume).map_err(kind)?;
     for generation in 1..=GENERATIONS {
         for tile in 0..TILES {
-            let place = session.geometry.place(SlotIndex(tile)).unwrap();
+            let place = session.geometry.slot_place(SlotIndex(tile)).unwrap();
             let bytes = [10 * generation as u8 + tile as u8; 4096];
             session.write_slot(place.offset, &bytes);
             session.submit(swap_out(tile, tile, generation, &bytes));

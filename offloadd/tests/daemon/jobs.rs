@@ -404,7 +404,7 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
     let bytes = vec![5; 64 << 10];
     let place = session
         .geometry
-        .place(offload_api::ids::SlotIndex(1))
+        .slot_place(offload_api::ids::SlotIndex(1))
         .unwrap();
     session.write_slot(place.offset, &bytes);
     for tile in 0..24 {

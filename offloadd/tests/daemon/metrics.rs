@@ -90,7 +90,7 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     let mut session = Session::attach_sized(&reply, 64 << 10).unwrap();
     let working = session.begin_sized(&mut control, 2, 64 << 10);
     let bytes = [7; 64 << 10];
-    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(0)).unwrap();
     session.write_slot(place.offset, &bytes);
     session.submit(swap_out(0, 0, working, &bytes));
     eventually("its write is seen", Duration::from_secs(60), || {
@@ -275,7 +275,7 @@ fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
     let working = session.begin_sized(&mut control, 2, TILE_BYTES);
     let bytes = vec![5; TILE_BYTES as usize];
     for tile in 0..2 {
-        let place = session.geometry.place(SlotIndex(tile)).unwrap();
+        let place = session.geometry.slot_place(SlotIndex(tile)).unwrap();
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, tile, working, &bytes));
     }

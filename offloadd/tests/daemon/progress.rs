@@ -82,7 +82,7 @@ fn a_stop_that_waits_for_a_slow_device_says_so() {
     let working = session.begin_sized(&mut control, 2, 64 << 10);
     let bytes = [7; 64 << 10];
     for tile in 0..2 {
-        let place = session.geometry.place(SlotIndex(tile)).unwrap();
+        let place = session.geometry.slot_place(SlotIndex(tile)).unwrap();
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, tile, working, &bytes));
     }

@@ -69,7 +69,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     let mut session = control.session("tiny");
     assert_eq!(session.resume(&mut control, working - 1), working);
     expect_tiles(&mut session, TILES, 40);
-    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(0)).unwrap();
     let bytes = [99; 4096];
     session.write_slot(place.offset, &bytes);
     session.submit(swap_out(0, 0, working, &bytes));

@@ -387,7 +387,7 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
     };
 
     let bytes = [99; 4096];
-    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(1)).unwrap();
     session.write_slot(place.offset, &bytes);
     for (inject, fault, errno) in [
         ("pwrite64:error=EIO", FaultKind::Io, 5),

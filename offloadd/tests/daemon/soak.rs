@@ -183,7 +183,7 @@ fn who_floods_or_sleeps_does_not_double_the_others_latency() {
     let mut honest = open(&mut control, "honest");
     let working = honest.begin_sized(&mut control, 1, TILE_BYTES);
     let bytes = vec![3; TILE_BYTES as usize];
-    let place = honest.geometry.place(SlotIndex(0)).unwrap();
+    let place = honest.geometry.slot_place(SlotIndex(0)).unwrap();
     honest.write_slot(place.offset, &bytes);
     honest.submit(swap_out(0, 0, working, &bytes));
     assert_eq!(honest.complete().fault, 0);

@@ -76,7 +76,7 @@ pub(crate) fn commit_generations(socket: &Path, count: u64) {
             .collect();
         for some in tiles.chunks(4) {
             for (slot, tile) in some.iter().enumerate() {
-                let place = session.geometry.place(SlotIndex(slot as u32)).unwrap();
+                let place = session.geometry.slot_place(SlotIndex(slot as u32)).unwrap();
                 let bytes = content(generation, *tile);
                 session.write_slot(place.offset, &bytes);
                 session.submit(swap_out(*tile, slot as u32, generation, &bytes));
@@ -112,7 +112,7 @@ pub(crate) fn survive_a_restart(socket: &Path, dir: &Path) {
     for tile in 0..TILES {
         session.submit(swap_in(tile, 1));
         assert_eq!(session.complete().fault, 0);
-        let place = session.geometry.place(SlotIndex(1)).unwrap();
+        let place = session.geometry.slot_place(SlotIndex(1)).unwrap();
         let mut bytes = vec![0; TILE_BYTES as usize];
         rustix::io::pread(&session.received.arena, &mut bytes[..], place.offset).unwrap();
         assert!(bytes == content(1, tile), "tile {tile} is another");
@@ -123,7 +123,7 @@ pub(crate) fn survive_a_restart(socket: &Path, dir: &Path) {
 /// Writes all tiles of generation 1, one after the other.
 fn write_first(session: &mut Session) {
     for tile in 0..TILES {
-        let place = session.geometry.place(SlotIndex(0)).unwrap();
+        let place = session.geometry.slot_place(SlotIndex(0)).unwrap();
         let bytes = content(1, tile);
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, 0, 1, &bytes));
@@ -144,7 +144,7 @@ pub(crate) fn read_until_refused(socket: &Path) {
             session.submit(swap_in(tile, 1));
             let cqe = session.complete();
             if cqe.fault == 0 {
-                let place = session.geometry.place(SlotIndex(1)).unwrap();
+                let place = session.geometry.slot_place(SlotIndex(1)).unwrap();
                 let mut bytes = vec![0; TILE_BYTES as usize];
                 rustix::io::pread(&session.received.arena, &mut bytes[..], place.offset).unwrap();
                 assert_eq!(checksum(&bytes), cqe.checksum, "handed out as whole");
@@ -159,7 +159,7 @@ pub(crate) fn read_until_refused(socket: &Path) {
         std::thread::sleep(Duration::from_millis(20));
     }
     for tile in 0..TILES {
-        let place = session.geometry.place(SlotIndex(2)).unwrap();
+        let place = session.geometry.slot_place(SlotIndex(2)).unwrap();
         let bytes = content(2, tile);
         session.write_slot(place.offset, &bytes);
         session.submit(swap_out(tile, 2, 2, &bytes));

@@ -508,7 +508,7 @@ impl World {
     /// Returns a slot as the process sees it.
     pub(crate) fn slot(&mut self, process: Process, slot: u32, bytes: usize) -> &mut [u8] {
         let place = self.geometries[&process.session]
-            .place(SlotIndex(slot))
+            .slot_place(SlotIndex(slot))
             .unwrap();
         let start = place.offset as usize;
         &mut self.engine.arena(process.session)[start..start + bytes]

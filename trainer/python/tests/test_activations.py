@@ -106,7 +106,7 @@ def twice(model, x):
     model(x[:2]).backward(), model(x[2:]).backward()
 
 
-def together(model, x):
+def two_forwards(model, x):
     """One backward of two forwards."""
     (model(x[:2]) + model(x[2:])).backward()
 
@@ -175,7 +175,7 @@ def lengths(model, x):
         model(x[:, :length].repeat(16, 1, 1)).backward()
 
 
-WAYS = [twice, together, crossed, again, evaluated, abandoned, interrupted, lengths]
+WAYS = [twice, two_forwards, crossed, again, evaluated, abandoned, interrupted, lengths]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -119,7 +119,7 @@ class Offloaded:
         units, modules = units_of(model, wanted, trains=trains, apart=experts.apart)
         experts.know(units, modules)
         for unit in units:
-            unit.place()
+            unit.flatten()
         experts.free_wholes()
         self.core = FakeCore(units)
         self.engine = Engine(model, units, modules, self.core, keep=False, experts=experts)

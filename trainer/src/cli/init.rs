@@ -10,7 +10,9 @@ use serde_json::Value;
 use training_run::AskTorch;
 use training_run::config::{RunSettings, check};
 use training_run::data::{Corpus, DataError, Frame, length};
-use training_run::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
+use training_run::plan::{
+    CheckpointsPlan, Hardware, Overrides, Place, Plan, compare_places, read_model,
+};
 use training_run::weights::{WeightsError, look_for};
 use training_state::run::resolved;
 use training_state::store::{check_is_dir, check_mounted, free_bytes};
@@ -226,7 +228,7 @@ impl Draft<'_> {
         while self.micro_batch > 0 {
             settings = self.settings()?;
             settings.set_windows(windows)?;
-            let found = places(&settings, &hardware);
+            let found = compare_places(&settings, &hardware);
             // Of equal steps the first is taken, which is the nearest place.
             let best = (found.iter())
                 .filter(|place| place.fits && place.device_bytes <= free)

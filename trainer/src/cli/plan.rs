@@ -12,7 +12,7 @@ use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
     Beginning, Drives, Hardware, Overrides, PlacesTable, PlanError, Question, REPORT_VERSION,
-    Refusal, RunLength, parse_count, parse_drives, parse_rate, places, read_model,
+    Refusal, RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
 };
 use training_state::plan::parse_memory;
 use training_state::run::{RunId, resolved};
@@ -189,7 +189,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
             question.ranks
         );
     }
-    let places = places(&settings, &hardware);
+    let places = compare_places(&settings, &hardware);
     if args.json {
         let report = json!({
             "version": REPORT_VERSION,
@@ -285,7 +285,7 @@ fn print_run(run: DryRun, json: bool) -> anyhow::Result<()> {
         // A GPU that cannot be used refuses every place.
         if plan.is_ok() && hardware.unusable_gpu.is_none() {
             outln!("elsewhere");
-            for line in PlacesTable(&places(settings, &hardware))
+            for line in PlacesTable(&compare_places(settings, &hardware))
                 .to_string()
                 .lines()
             {

@@ -141,7 +141,7 @@ impl Checkpointer {
     pub fn begin(&mut self, step: u64) -> Result<bool, RankError> {
         self.settle()?;
         let began = Instant::now();
-        let refused = (self.ranks).together("making room for a checkpoint", || {
+        let refused = (self.ranks).on_all_ranks("making room for a checkpoint", || {
             let begun = match self.manages(self.ranks.rank()) {
                 true => (self.parts.checkpoints).begin(
                     step,
@@ -252,7 +252,7 @@ impl Checkpointer {
                 let path = self.parts.checkpoints.partial(checkpoint.step);
                 checkpoint.work = Work::Failed(CheckpointError::Abandoned { path, why });
             }
-            self.ranks.together("finishing a checkpoint", || {
+            self.ranks.on_all_ranks("finishing a checkpoint", || {
                 checkpoint.wait();
                 Ok::<(), RankError>(())
             })?;

@@ -199,7 +199,7 @@ impl Ranks {
     ///
     /// # Errors
     /// The work's own error; another rank's work failed; a rank is gone.
-    pub fn together<T, E: From<RankError>>(
+    pub fn on_all_ranks<T, E: From<RankError>>(
         &self,
         what: &str,
         work: impl FnOnce() -> Result<T, E>,
@@ -235,7 +235,7 @@ impl Ranks {
     /// Does `work` on the first rank and returns its result on every rank.
     ///
     /// # Errors
-    /// Same as [`Self::together`].
+    /// Same as [`Self::on_all_ranks`].
     pub fn by_first<T: Serialize + DeserializeOwned, E: From<RankError>>(
         &self,
         what: &str,
@@ -247,7 +247,7 @@ impl Ranks {
     /// Does `work` on the first rank of each node and returns its result on every rank of that node.
     ///
     /// # Errors
-    /// Same as [`Self::together`].
+    /// Same as [`Self::on_all_ranks`].
     pub fn by_first_of_node<T: Serialize + DeserializeOwned, E: From<RankError>>(
         &self,
         what: &str,
@@ -264,7 +264,7 @@ impl Ranks {
         work: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let works = self.rank() == rank;
-        let found = self.together(what, || works.then(work).transpose())?;
+        let found = self.on_all_ranks(what, || works.then(work).transpose())?;
         if self.count() == 1 {
             return Ok(found.expect("the only rank works"));
         }
@@ -493,7 +493,7 @@ pub(crate) mod tests {
     #[test]
     fn a_failed_rank_fails_all_and_keeps_its_own_error() {
         let ended = on_ranks(3, |ranks| {
-            ranks.together("counting", || match ranks.rank() {
+            ranks.on_all_ranks("counting", || match ranks.rank() {
                 1 => Err(RankError::Group(GroupError("out of fingers".into()))),
                 rank => Ok(rank),
             })

@@ -18,7 +18,7 @@ impl TcpHeartbeatStore {
         if store.add(&format!("taken-{rank}"), 1)? != 1 {
             return Err(CollectiveError::Taken {
                 rank,
-                place: store.place().to_owned(),
+                place: store.location().to_owned(),
             });
         }
         Ok(TcpHeartbeatStore { store, rank })

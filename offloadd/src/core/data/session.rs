@@ -121,7 +121,7 @@ impl Session {
         if !job.has_resumed(self.rank) {
             return Err(FaultKind::WrongGeneration);
         }
-        let place = (self.geometry.place(request.slot)).ok_or(FaultKind::UnknownSlot)?;
+        let place = (self.geometry.slot_place(request.slot)).ok_or(FaultKind::UnknownSlot)?;
         if self.busy_slots.contains(&request.slot) {
             return Err(FaultKind::SlotBusy);
         }

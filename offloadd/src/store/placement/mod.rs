@@ -193,7 +193,7 @@ impl Space {
     pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
         let before = self.clone();
         let mut deal = self.deal(tile_bytes.iter().map(|&bytes| u64::from(bytes)));
-        let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut deal)?[0]);
+        let mut place = |&bytes: &u32| Some(self.place_tile(u64::from(bytes), 1, &mut deal)?[0]);
         let placed: Option<Vec<Extent>> = tile_bytes.iter().map(&mut place).collect();
         placed.ok_or_else(|| {
             *self = before;
@@ -247,7 +247,7 @@ impl Space {
         let mut extents = Vec::with_capacity(definition.tiles().len());
         for tile in definition.tiles() {
             let tile_bytes = u64::from(tile.tile_bytes);
-            extents.push(self.place(tile_bytes, definition.extents(tile), &mut deal)?);
+            extents.push(self.place_tile(tile_bytes, definition.extents(tile), &mut deal)?);
             bytes += definition.reserved_bytes(tile);
         }
         Some(Reservation {
@@ -296,7 +296,12 @@ impl Space {
     }
 
     /// Takes the extents of one tile on the device that is emptiest relative to its share.
-    fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
+    fn place_tile(
+        &mut self,
+        tile_bytes: u64,
+        copies: usize,
+        deal: &mut Deal,
+    ) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
         if !is_disabled(Safeguard::Placement) {
             by_load.sort_by_key(|&device| (deal.load(device, copies as u64 * tile_bytes), device));

@@ -106,7 +106,7 @@ impl Session {
 
 /// Writes `fill` to every tile through slot 1 and waits for each.
 pub(crate) fn fill_tiles(session: &mut Session, count: u32, generation: u64, fill: u8) {
-    let place = session.geometry.place(SlotIndex(1)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(1)).unwrap();
     for tile in 0..count {
         let bytes = [fill.wrapping_add(tile as u8); 4096];
         session.write_slot(place.offset, &bytes);
@@ -121,7 +121,7 @@ pub(crate) fn fill_tiles(session: &mut Session, count: u32, generation: u64, fil
 }
 
 pub(crate) fn expect_tiles(session: &mut Session, count: u32, fill: u8) {
-    let place = session.geometry.place(SlotIndex(3)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(3)).unwrap();
     for tile in 0..count {
         session.write_slot(place.offset, &[0; 4096]);
         session.submit(swap_in(tile, 3));

@@ -73,7 +73,7 @@ fn idle_job(control: &mut Control) {
         .unwrap();
     let mut session = Session::attach_sized(&reply, LARGE.into()).unwrap();
     let working = session.begin_sized(control, 20, LARGE);
-    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(0)).unwrap();
     let bytes = vec![7; LARGE as usize];
     session.write_slot(place.offset, &bytes);
     for tile in 0..20 {

@@ -136,7 +136,7 @@ fn what_is_submitted_while_no_daemon_runs_is_served_once_by_the_next() {
     let working = session.begin(&mut control, 4);
     fill_tiles(&mut session, 4, working, 1);
     let (mut kept, _) = manager.stop(daemon);
-    let place = session.geometry.place(SlotIndex(0)).unwrap();
+    let place = session.geometry.slot_place(SlotIndex(0)).unwrap();
     session.write_slot(place.offset, &[77; 4096]);
     session.submit(swap_out(0, 0, working, &[77; 4096]));
     session.submit(swap_in(3, 1));
@@ -159,7 +159,7 @@ fn what_is_submitted_while_no_daemon_runs_is_served_once_by_the_next() {
     };
     session.submit(again);
     assert_eq!(session.complete().ticket, 9);
-    let bytes = session.read_slot(session.geometry.place(SlotIndex(2)).unwrap().offset);
+    let bytes = session.read_slot(session.geometry.slot_place(SlotIndex(2)).unwrap().offset);
     assert_eq!(bytes, [77; 4096]);
     drop(daemon);
 }

@@ -69,23 +69,23 @@ def save_checkpoint(
     # The ranks that make a directory and name it.
     keeps = ranks.first_of_node if separately else ranks.first
 
-    def together(what: str, work: Callable[[], Any]) -> Any:
-        return ranks.together(what, lambda: on_files(partial, work), ends=False)
+    def on_all_ranks(what: str, work: Callable[[], Any]) -> Any:
+        return ranks.on_all_ranks(what, lambda: on_files(partial, work), ends=False)
 
     try:
-        together("begin a checkpoint", lambda: _begin(partial) if keeps else None)
+        on_all_ranks("begin a checkpoint", lambda: _begin(partial) if keeps else None)
         if ranks.topology.nodes > 1 and not separately:
             # A name of its own: an earlier save may have left a directory of this name on the node.
             mark = partial / ranks.first_bytes("mark a checkpoint's directory", f".{os.urandom(8).hex()}".encode()).decode()
-            together("mark a checkpoint's directory", lambda: mark.touch() if keeps else None)
-            together("look for a checkpoint's directory", lambda: _check_shared(mark))
-            together("remove the mark of a checkpoint's directory", lambda: mark.unlink() if keeps else None)
-        tiles, frozen = together("write a checkpoint's tiles", lambda: commits.core.save(str(partial)))
+            on_all_ranks("mark a checkpoint's directory", lambda: mark.touch() if keeps else None)
+            on_all_ranks("look for a checkpoint's directory", lambda: _check_shared(mark))
+            on_all_ranks("remove the mark of a checkpoint's directory", lambda: mark.unlink() if keeps else None)
+        tiles, frozen = on_all_ranks("write a checkpoint's tiles", lambda: commits.core.save(str(partial)))
         commits.engine.gathering.order.forget_rest()
         frozen = ranks.total("add up frozen parameters", frozen)
-        others = [] if add is None else [together("write a checkpoint's further files", lambda: described(partial, add(partial)))]
+        others = [] if add is None else [on_all_ranks("write a checkpoint's further files", lambda: described(partial, add(partial)))]
         if weights is not None:
-            others += _save_weights(commits, partial, weights, together)
+            others += _save_weights(commits, partial, weights, on_all_ranks)
         told = [json.loads(files) for files in ranks.meet("tell a checkpoint's files", json.dumps([json.loads(tiles), others]).encode())]
         files = Files(partial, [of_one[0] for of_one in told], [other for of_one in told for other in of_one[1]])
 
@@ -98,8 +98,8 @@ def save_checkpoint(
         if separately:
             copy(ranks, "complete a checkpoint", partial, lambda: on_files(partial, complete))
         else:
-            together("complete a checkpoint", lambda: complete() if ranks.first else None)
-        together("name a checkpoint", lambda: _name(directory, tag, save_latest) if keeps else None)
+            on_all_ranks("complete a checkpoint", lambda: complete() if ranks.first else None)
+        on_all_ranks("name a checkpoint", lambda: _name(directory, tag, save_latest) if keeps else None)
     except Error:
         if keeps:
             shutil.rmtree(partial, ignore_errors=True)
@@ -126,7 +126,7 @@ def _check_shared(mark: Path) -> None:
         time.sleep(0.02)
 
 
-def _save_weights(commits: Commits, partial: Path, name: str, together: Callable) -> list[dict[str, Any]]:
+def _save_weights(commits: Commits, partial: Path, name: str, on_all_ranks: Callable) -> list[dict[str, Any]]:
     """Writes the model's weights on the first rank, and describes their file there."""
     failed: list[Exception] = []
     gathering = commits.engine.gathering
@@ -140,7 +140,7 @@ def _save_weights(commits: Commits, partial: Path, name: str, together: Callable
             raise failed[0]
         return [described(partial, name)] if commits.ranks.first else []
 
-    return together("write a checkpoint's weights", written)
+    return on_all_ranks("write a checkpoint's weights", written)
 
 
 def _describe(commits: Commits, files: Files, client_state: dict[str, Any], frozen: int) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ def restore_here(settings: Settings, ranks: Ranks, directory: Path, tag: Optiona
     if stale and separate(ranks, directory):
         # A node that trains alone later begins there too.
         renew = lambda: write_flushed(directory / LATEST, tag.encode()) if ranks.first_of_node and latest_tag(directory) != tag else None
-        ranks.together("name the newest checkpoint", lambda: on_files(directory / LATEST, renew), ends=False)
+        ranks.on_all_ranks("name the newest checkpoint", lambda: on_files(directory / LATEST, renew), ends=False)
     return tag
 
 
@@ -266,10 +266,10 @@ def _copy(ranks: Ranks, path: Path, held: Optional[dict[str, Any]], source: int,
         return Files(path, held["tiles"], [*held["others"], described(path, _DESCRIPTION)])
 
     try:
-        ranks.together("make room for a checkpoint", lambda: on_files(partial, begin) if lacks else None, ends=False)
+        ranks.on_all_ranks("make room for a checkpoint", lambda: on_files(partial, begin) if lacks else None, ends=False)
         copy(ranks, "copy a checkpoint", partial, work, receives=lacks)
         name = lambda: _name(path.parent, path.name, save_latest=False) if lacks else None
-        ranks.together("name a checkpoint", lambda: on_files(partial, name), ends=False)
+        ranks.on_all_ranks("name a checkpoint", lambda: on_files(partial, name), ends=False)
     except Error:
         if lacks:
             shutil.rmtree(partial, ignore_errors=True)

@@ -58,14 +58,14 @@ def separate(ranks: Ranks, directory: Path) -> bool:
             directory.mkdir(parents=True, exist_ok=True)
             device = os.stat(directory).st_dev
 
-    ranks.together("make a checkpoint's directory", lambda: on_files(directory, find_device), ends=False)
+    ranks.on_all_ranks("make a checkpoint's directory", lambda: on_files(directory, find_device), ends=False)
     answers = set(ranks.by_node("compare what is known of the nodes' directories", _separate.get(device)))
     if answers in ({True}, {False}):
         return answers.pop()
 
     name = f".seen-by-all-{os.urandom(8).hex()}"
     touch = lambda: (directory / name).touch() if ranks.first_of_node else None
-    ranks.together("write into a checkpoint's directory", lambda: on_files(directory, touch), ends=False)
+    ranks.on_all_ranks("write into a checkpoint's directory", lambda: on_files(directory, touch), ends=False)
     names, until = ranks.by_node("look for the nodes' files", name), time.monotonic() + _SEEN_S
     while True:
         seen = [(directory / one).exists() for one in names]
@@ -108,7 +108,7 @@ def copy(ranks: Ranks, what: str, directory: Path, work: Callable[[], Files], re
         if failed is not None:
             raise failed
 
-    ranks.together(what, copied, ends=False)
+    ranks.on_all_ranks(what, copied, ends=False)
 
 
 def on_files(path: Path, work: Callable[[], T]) -> T:

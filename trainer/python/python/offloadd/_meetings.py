@@ -254,7 +254,7 @@ class Meetings:
             os.close(self._wake)
             atexit.unregister(self.close)
 
-    def together(self, what: str, work: Callable[[], T], ends: bool = True) -> T:
+    def on_all_ranks(self, what: str, work: Callable[[], T], ends: bool = True) -> T:
         """Does `work` on every rank, which meets nobody. Fails on all of them if it fails on one, and the run `ends` then."""
         result, failed = None, None
         try:

@@ -52,8 +52,8 @@ def check_track(track: Sequence[Any]) -> None:
 def check_drives(plan: Plan, ranks: Ranks) -> None:
     """Refuses drives that are missing or too small, and says what a script should know before it starts."""
     settings = plan.settings
-    ranks.together("look for the run's drives", lambda: _offloadd.check_drives([plan.run_dir, *settings.nvme]))
-    ranks.together("check the free space", plan.check)
+    ranks.on_all_ranks("look for the run's drives", lambda: _offloadd.check_drives([plan.run_dir, *settings.nvme]))
+    ranks.on_all_ranks("check the free space", plan.check)
     if settings.without_effect:
         say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
     for line in settings.said:
@@ -80,11 +80,11 @@ def open_tiles(plan: Plan, layout: Layout, ranks: Ranks, state_dir: Path, resume
     same, of_node = described(plan.engine_plan)
     ranks.compare(json.dumps([layout.units, same, plan.settings.use_node_local_storage]), of_node)
     if ranks.first_of_node:
-        ranks.together("look for the run", lambda: begin_part(plan, ranks.topology, resume))
+        ranks.on_all_ranks("look for the run", lambda: begin_part(plan, ranks.topology, resume))
     else:
         ranks.meet("look for the run")
     start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first_of_node else None
-    daemon = ranks.together("start the daemon", start)
+    daemon = ranks.on_all_ranks("start the daemon", start)
     socket = ranks.first_of_node_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
     meetings = ranks.meetings
     exchange = meetings.link.exchange if meetings.link is not None else None
@@ -101,7 +101,7 @@ def open_tiles(plan: Plan, layout: Layout, ranks: Ranks, state_dir: Path, resume
                 meetings.end(str(error))
             raise
 
-    core, first_blob, blob = ranks.together("open the run", open_core)
+    core, first_blob, blob = ranks.on_all_ranks("open the run", open_core)
     meetings.core, core = core, meetings.watched(core)
     if first_blob is None:
         return core, None
@@ -141,7 +141,7 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
         with contextlib.ExitStack() as rooms:
             for unit in group:
                 if unit.flat is None:
-                    unit.place()
+                    unit.flatten()
                 else:
                     rooms.enter_context(gathering.room(unit))
                     unit.flat.zero_()
@@ -164,7 +164,7 @@ def adopt(commits: Commits, state: dict[str, Any]) -> None:
     gathering = commits.engine.gathering
     for unit in gathering.units:
         if unit.flat is None:
-            unit.place()
+            unit.flatten()
         unit.fresh = False
         if not gathering.keep:
             gathering.take_away(unit)

@@ -78,7 +78,7 @@ def open_run(
         units = param_units(named, _elems_of(named, ranks), ranks.rank, muon)
         if early:
             check_early(units, ranks.count, "overlap_backward")
-        plan = ranks.together("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
+        plan = ranks.on_all_ranks("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
         claim(plan.run_dir, "an optimizer")
         try:
             run = OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)

@@ -23,7 +23,7 @@ class Ranks:
         self.meetings = Meetings()
         self.transfers = Transfers(self.meetings)
         self.rank, self.count = self.meetings.rank, self.meetings.count
-        self.meet, self.together = self.meetings.meet, self.meetings.together
+        self.meet, self.on_all_ranks = self.meetings.meet, self.meetings.on_all_ranks
 
     def open(self, params: int) -> None:
         """Meets the others for the first time; `params` bounds what they exchange."""

@@ -144,8 +144,8 @@ def _opened(
     gpu = gpu_of(settings, (param for unit in found for param in unit.params))
     ranks.open(sum(len(unit.params) for unit in found))
     try:
-        plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
-        fp8 = ranks.together("look for layers in 8 bits", lambda: _fp8_layers(model, settings, wanted, gpu))
+        plan = ranks.on_all_ranks("plan the run", lambda: Plan(settings, directory, found, ranks.topology, gpu))
+        fp8 = ranks.on_all_ranks("look for layers in 8 bits", lambda: _fp8_layers(model, settings, wanted, gpu))
         claim(plan.run_dir, type(model).__name__)
         given = None if weights is None else Weights(weights)
         begin = lambda: Run(model, optimizer, plan, found, modules, experts, track, given, ranks, resume, fp8)
@@ -156,7 +156,7 @@ def _opened(
                 if trains or resume or not is_untrained(plan.run_dir):
                     raise
                 # Only a copy of the weights of another model.
-                ranks.together("remove other weights", lambda: remove_weights(plan.run_dir) if ranks.first_of_node else None)
+                ranks.on_all_ranks("remove other weights", lambda: remove_weights(plan.run_dir) if ranks.first_of_node else None)
                 return begin()
         except BaseException:
             disclaim(plan.run_dir)
@@ -212,7 +212,7 @@ class Run:
         _opening.agree_on_copies(plan, ranks)
         for unit in found:
             if unit.built_on_meta:
-                unit.place_meta()
+                unit.flatten_meta()
         self.engine = Engine(model, found, modules, self.core, keep=self.settings.parameters_stay, ranks=ranks, experts=experts)
         reports = Reports(self.settings, self.run_dir, ranks, self.core, optimizer)
         self.commits = Commits(self.settings, state_dir, layout, reports, ranks, self.core, self.engine, optimizer, track)

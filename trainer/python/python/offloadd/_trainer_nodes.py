@@ -91,7 +91,7 @@ def _restore_on_nodes(ranks: Ranks, settings: Settings, path: Path) -> None:
         return
     lacks = ranks.first_of_node and ranks.topology.node != source
     room = lambda: check_room(path, told[source][3]) if lacks else None
-    ranks.together("make room for the Trainer's files", lambda: on_files(path, room), ends=False)
+    ranks.on_all_ranks("make room for the Trainer's files", lambda: on_files(path, room), ends=False)
     sent = names if ranks.topology.node == source else []
     files = lambda: Files(path, [], [described(path, name) for name in sent])
     copy(ranks, "copy the Trainer's files", path, lambda: on_files(path, files), receives=lacks)

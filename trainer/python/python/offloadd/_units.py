@@ -125,7 +125,7 @@ class Unit:
         """Where the unit begins whose memory begins at `start`, with so many bytes an element."""
         return start
 
-    def place(self) -> None:
+    def flatten(self) -> None:
         """Moves the parameters into one flat tensor in the processor's memory, of which they become views."""
         self.move(torch.zeros(self.room_elems, dtype=self.dtype, device="cpu"), copy=True)
 
@@ -146,7 +146,7 @@ class Unit:
         self.flat.untyped_storage().resize_(0)
         self.access.forbid()
 
-    def place_meta(self) -> None:
+    def flatten_meta(self) -> None:
         """Gives parameters of the meta device a place in a flat tensor that has no memory yet. They stay the same objects."""
         flat = torch.empty(self.room_elems, dtype=self.dtype, device="cpu")
         for param, offset in zip(self.params, self.offsets):

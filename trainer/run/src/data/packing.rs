@@ -155,7 +155,7 @@ impl<'w, 'f> Packer<'w, 'f> {
                 if std::mem::take(&mut self.begins) {
                     self.writer.divided();
                 }
-                self.place()?;
+                self.pack_part()?;
                 // The next window starts with this one's last target.
                 self.part.push(last);
             }
@@ -165,7 +165,7 @@ impl<'w, 'f> Packer<'w, 'f> {
 
     /// Ends the current document.
     pub(super) fn end(&mut self) -> Result<(), DataError> {
-        self.place()
+        self.pack_part()
     }
 
     /// Writes the windows that are still open.
@@ -184,7 +184,7 @@ impl<'w, 'f> Packer<'w, 'f> {
     }
 
     /// Adds the current part to the first window with room.
-    fn place(&mut self) -> Result<(), DataError> {
+    fn pack_part(&mut self) -> Result<(), DataError> {
         let mut part = std::mem::take(&mut self.part);
         // A single element predicts nothing.
         if part.len() < 2 {

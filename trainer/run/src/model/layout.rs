@@ -85,7 +85,7 @@ impl UnitLayout {
             .map(|(member, shape)| {
                 let param = ParamLayout {
                     member,
-                    name: names::place(config, unit, member).label(),
+                    name: names::param_location(config, unit, member).label(),
                     offset_elems: end,
                     decay: shape.len() > 1,
                     start: start(config, member),

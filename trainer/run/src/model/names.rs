@@ -85,14 +85,14 @@ pub fn param_locations(config: &ModelConfig) -> Vec<Vec<ParamLocation>> {
         .map(|(unit, layout)| {
             let params = layout.params.iter();
             params
-                .map(|param| place(config, unit, param.member))
+                .map(|param| param_location(config, unit, param.member))
                 .collect()
         })
         .collect()
 }
 
 /// Place of the parameter of unit number `unit` with this role.
-pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> ParamLocation {
+pub fn param_location(config: &ModelConfig, unit: usize, member: ParamRole) -> ParamLocation {
     match config.architecture {
         Architecture::Gpt2 => gpt2(unit, member),
         Architecture::Llama | Architecture::Mistral | Architecture::Qwen2 | Architecture::Qwen3 => {
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn gpt2s_fused_projection_is_split_and_transposed() {
-        let place = place(&config(Architecture::Gpt2), 2, ParamRole::Key);
+        let place = param_location(&config(Architecture::Gpt2), 2, ParamRole::Key);
         assert_eq!(place.name, "transformer.h.1.attn.c_attn.weight");
         assert_eq!(place.names()[1], "h.1.attn.c_attn.weight");
         assert_eq!(place.stored_shape(&[8, 8]), [8, 24]);

@@ -41,14 +41,15 @@ impl EachNode {
             return Ok(None);
         }
         let dirs = NodeDirs::new(first_ranks, whole_dir);
-        let held = ranks.together::<_, RunError>("looking for the run on every node", || {
-            if !ranks.is_first_of_node() {
-                return Ok(None);
-            }
-            RunDir::wait_until_unused(&resolved(&settings.train.run_dir))?;
-            Ok(Some(NodeContents::read(whole_dir)?))
-        })?;
-        let held = ranks.together::<_, RunError>("copying the run's files to all nodes", || {
+        let held =
+            ranks.on_all_ranks::<_, RunError>("looking for the run on every node", || {
+                if !ranks.is_first_of_node() {
+                    return Ok(None);
+                }
+                RunDir::wait_until_unused(&resolved(&settings.train.run_dir))?;
+                Ok(Some(NodeContents::read(whole_dir)?))
+            })?;
+        let held = ranks.on_all_ranks::<_, RunError>("copying the run's files to all nodes", || {
             let Some(own) = held else {
                 return Ok(None);
             };
@@ -94,7 +95,7 @@ impl EachNode {
                     keeps_best && *start != StartPoint::Fresh && Some(*best) != step
                 }))
             })?;
-        ranks.together("copying a checkpoint to the nodes that lack it", || {
+        ranks.on_all_ranks("copying a checkpoint to the nodes that lack it", || {
             let say = |note: String| {
                 if ranks.is_first() {
                     outln!("note: {note}");

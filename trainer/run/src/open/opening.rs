@@ -75,7 +75,7 @@ impl PreparedRun {
             .map(|step| self.site.checkpoints().at(step))
             .transpose();
         let checkpoint = self.from.clone().or(newest?);
-        let (mut run, committed) = ranks.together("opening the run", || {
+        let (mut run, committed) = ranks.on_all_ranks("opening the run", || {
             let (dir, daemon) = match kept {
                 Some((dir, daemon, _)) => (dir, daemon),
                 None => (RunDir::joined(&self.run_dir, &self.id), None),
@@ -124,7 +124,7 @@ impl PreparedRun {
             begun_unix_ms,
             ..self.description
         };
-        ranks.together("describing the run", || match ranks.is_first_of_node() {
+        ranks.on_all_ranks("describing the run", || match ranks.is_first_of_node() {
             true => record(
                 &run.dir,
                 description,
@@ -137,9 +137,9 @@ impl PreparedRun {
         })?;
         self.site.share_files()?;
         if let Some(first) = first {
-            ranks.together("filling the tiles", || run.initialize(&first))?;
+            ranks.on_all_ranks("filling the tiles", || run.initialize(&first))?;
             // Also removes files left by a start that was killed.
-            ranks.together("removing the copy of the first weights", || {
+            ranks.on_all_ranks("removing the copy of the first weights", || {
                 match ranks.is_first_of_node() {
                     true => Ok::<(), RunError>(staged.remove()?),
                     false => Ok(()),
@@ -176,7 +176,7 @@ impl PreparedRun {
         let Some(dir) = &self.from else {
             return Ok(());
         };
-        (self.ranks).together::<_, RunError>("checking the checkpoint", || {
+        (self.ranks).on_all_ranks::<_, RunError>("checking the checkpoint", || {
             let layout = self.plan.swapper.cut()?;
             let mut checkpoint = Checkpoint::open(dir, self.ranks.rank())?;
             Ok(checkpoint.check(layout.ranges(), &mut |_| {})?)
@@ -460,12 +460,12 @@ fn weights(
     copy_weights: CopyWeights<'_>,
 ) -> Result<InitialWeights, RunError> {
     let mut first =
-        ranks.together::<_, RunError>("looking for the first weights", || Ok(first?))?;
+        ranks.on_all_ranks::<_, RunError>("looking for the first weights", || Ok(first?))?;
     if let InitialWeights::Run { from, read } = &mut first {
         // One node after the other: reading a run locks its directory, which nodes may share.
         let mut copied = None;
         for node in 0..ranks.nodes() {
-            ranks.together("reading the other run's weights", || {
+            ranks.on_all_ranks("reading the other run's weights", || {
                 if ranks.is_first_of_node() && ranks.node() == node {
                     copied = Some(staged.fill(from, copy_weights)?);
                 }
@@ -476,7 +476,7 @@ fn weights(
             "telling the step of the other run's weights",
             || Ok(copied.expect("the first rank of the node has copied them")),
         )?;
-        let opened = ranks.together::<_, RunError>("opening the other run's weights", || {
+        let opened = ranks.on_all_ranks::<_, RunError>("opening the other run's weights", || {
             Ok(staged.open(model)?)
         });
         *read = Some((step, opened?));

@@ -22,7 +22,7 @@ pub(super) const PROBE_WAIT_SEPARATE: Duration = Duration::from_secs(1);
 /// # Errors
 /// A node cannot write there; a rank is gone.
 pub(super) fn seen(ranks: &Ranks, dir: &Path, wait: Duration) -> Result<Vec<bool>, RunError> {
-    let name = ranks.together::<_, RunError>("writing into the run's directory", || {
+    let name = ranks.on_all_ranks::<_, RunError>("writing into the run's directory", || {
         if !ranks.is_first_of_node() {
             return Ok(String::new());
         }
@@ -43,7 +43,7 @@ pub(super) fn seen(ranks: &Ranks, dir: &Path, wait: Duration) -> Result<Vec<bool
     let paths = firsts.map(|&first| dir.join(&*String::from_utf8_lossy(&names[first as usize])));
     let paths: Vec<PathBuf> = paths.collect();
     let deadline = Instant::now() + wait;
-    let seen = ranks.together::<_, RunError>("looking for the nodes' files", || {
+    let seen = ranks.on_all_ranks::<_, RunError>("looking for the nodes' files", || {
         while ranks.is_first_of_node() {
             let seen: Vec<bool> = paths.iter().map(|path| path.exists()).collect();
             if seen.iter().all(|seen| *seen) || Instant::now() > deadline {

@@ -59,15 +59,15 @@ impl OpenRun {
         say: &mut dyn FnMut(String),
     ) -> Result<(), RunError> {
         let ranks = self.ranks.clone();
-        let mut checkpoint = ranks.together::<_, RunError>("reading the checkpoint", || {
+        let mut checkpoint = ranks.on_all_ranks::<_, RunError>("reading the checkpoint", || {
             let mut checkpoint = Checkpoint::open(dir, ranks.rank())?;
             let layout = self.plan.swapper.cut()?;
             let mut work = self.progress("checking the checkpoint");
             checkpoint.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
             Ok(checkpoint)
         })?;
-        ranks.together("going back to the checkpoint", on_checked)?;
-        ranks.together("filling the tiles", || {
+        ranks.on_all_ranks("going back to the checkpoint", on_checked)?;
+        ranks.on_all_ranks("filling the tiles", || {
             let blob = serde_json::to_vec(&checkpoint.description.state).expect("plain data");
             self.state = resume(&self.state, &blob, say)?;
             let mut work = self.progress("reading the checkpoint");
@@ -163,7 +163,7 @@ impl<S, G> OpenRun<S, G> {
     /// The backend fails.
     pub fn close(self) -> Result<(), RunError> {
         let backend = self.backend;
-        (self.ranks).together("closing the run", || Ok(backend.close()?))
+        (self.ranks).on_all_ranks("closing the run", || Ok(backend.close()?))
     }
 }
 

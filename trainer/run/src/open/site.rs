@@ -115,7 +115,7 @@ impl Site {
         };
         let what = "copying the run's files to all nodes";
         self.ranks
-            .together(what, || match self.ranks.is_first_of_node() {
+            .on_all_ranks(what, || match self.ranks.is_first_of_node() {
                 true => Ok(each_node.dirs.share(0)?),
                 false => Ok(()),
             })
@@ -236,7 +236,7 @@ impl Site {
     pub(super) fn check_shared(&self) -> Result<(), RunError> {
         let (ranks, dir) = (&self.ranks, &self.whole_dir);
         let seen = seen(ranks, dir, PROBE_WAIT)?;
-        ranks.together("looking for the run's directory", || match seen.first() {
+        ranks.on_all_ranks("looking for the run's directory", || match seen.first() {
             Some(false) => Err(RunError::NotShared {
                 node: ranks.node(),
                 run_dir: dir.clone(),

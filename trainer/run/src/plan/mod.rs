@@ -47,7 +47,7 @@ pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_
 pub use memory::ComputeMemory;
 pub use operations::Operations;
 pub use outlook::Outlook;
-pub use places::{Place, PlaceReport, PlacesTable, places};
+pub use places::{Place, PlaceReport, PlacesTable, compare_places};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Question, QuestionError, RunLength, read_model};
 pub use rates::copied_elems;

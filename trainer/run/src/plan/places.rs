@@ -177,7 +177,7 @@ impl PlaceReport {
 }
 
 /// Plans the run of `settings` in every place that `hardware` has.
-pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
+pub fn compare_places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
     Place::ALL
         .into_iter()
         // Without a GPU, these places are host memory.

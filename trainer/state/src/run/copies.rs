@@ -183,7 +183,7 @@ pub fn copy(
         reach(Point::CopyingFiles);
     }
     // Syncing may take longer than any other operation between nodes.
-    nodes.together::<_, RankError>("syncing copied files", || {
+    nodes.on_all_ranks::<_, RankError>("syncing copied files", || {
         for (node, stream) in streams.iter_mut().enumerate() {
             if failure.is_none() && node != me {
                 // Files without bytes need no round.

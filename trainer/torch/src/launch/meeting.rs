@@ -116,8 +116,8 @@ impl Agreement {
 pub(super) struct Launchers(pub(super) Meeting);
 
 impl Launchers {
-    /// Place of the meeting for messages.
-    pub(super) fn place(&self) -> String {
+    /// Where the launchers meet, for messages.
+    pub(super) fn address(&self) -> String {
         format!("{}:{}", self.0.host, self.0.port)
     }
 
@@ -249,7 +249,7 @@ impl Launchers {
         if !store.claim(&format!("taken/{round}/{}", own.node))? {
             return Err(MeetingError::Taken {
                 node: own.node,
-                place: self.place(),
+                place: self.address(),
             });
         }
         let text = serde_json::to_string(own).expect("a member is JSON");
@@ -320,7 +320,7 @@ impl Launchers {
                 .filter(|&node| !has_arrived(node))
                 .collect(),
             waited_s: self.0.timeout.as_secs(),
-            place: self.place(),
+            place: self.address(),
         }
     }
 
@@ -345,7 +345,7 @@ impl Launchers {
     fn no_answer(&self, why: &str) -> MeetingError {
         MeetingError::NoAnswer {
             waited_s: self.0.timeout.as_secs(),
-            place: self.place(),
+            place: self.address(),
             why: why.to_owned(),
         }
     }

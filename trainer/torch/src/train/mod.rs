@@ -99,7 +99,7 @@ fn as_rank(
     let whole_dir = resolved(&settings.train.run_dir);
     settings.train.run_dir = node_dir(&whole_dir, ranks.node());
     settings.local_ranks = ranks.local().len() as u32;
-    ranks.together::<_, TrainError>("looking for the run's drives", || {
+    ranks.on_all_ranks::<_, TrainError>("looking for the run's drives", || {
         Ok(check_drives(&settings)?)
     })?;
     let is_fresh = *start == StartPoint::Fresh;
@@ -206,7 +206,7 @@ fn run_to_its_end(
     let keeps_copy = prepared.plan.copy_bytes > 0;
     let node = keeps_copy.then(|| NodeRanks::connect(comm, prepared.gpu.as_ref()));
     let node = node.transpose()?;
-    let (stepper, memory) = ranks.together("taking memory to compute in", || {
+    let (stepper, memory) = ranks.on_all_ranks("taking memory to compute in", || {
         take_memory(&settings, &prepared, comm, gpus, node)
     })?;
 
@@ -279,7 +279,7 @@ fn prepare(
     site: &Site,
 ) -> Result<(Option<Corpus>, Option<Data>, PreparedRun), TrainError> {
     let ranks = &site.ranks;
-    let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
+    let (corpus, mut prepared) = ranks.on_all_ranks::<_, TrainError>("checking the run", || {
         // A run without steps exists to be exported or resumed from.
         let corpus = match settings.train.steps {
             0 => None,
@@ -420,7 +420,7 @@ fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<D
         let mut say = |note| outln!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;
-    ranks.together("opening the tokens", || Ok(corpus.open(settings)?))
+    ranks.on_all_ranks("opening the tokens", || Ok(corpus.open(settings)?))
 }
 
 /// Sets the thread counts of torch and of the optimizer, once for the process.

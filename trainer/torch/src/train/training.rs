@@ -116,7 +116,7 @@ impl Training {
         let state = &run.state;
         let (train, reports) = (&settings.train, &settings.reports);
         let (mut last_step, first_step) = (state.step, state.step);
-        let shown = ranks.together::<_, TrainError>("opening the metrics", || {
+        let shown = ranks.on_all_ranks::<_, TrainError>("opening the metrics", || {
             if !ranks.is_first() {
                 return Ok(None);
             }

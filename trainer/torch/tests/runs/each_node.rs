@@ -206,7 +206,7 @@ impl<'a> Machines<'a> {
 }
 
 /// Places of the state to try, as values of `in_memory`: in a push the one that is given.
-fn places(in_memory: bool) -> Vec<bool> {
+fn state_places(in_memory: bool) -> Vec<bool> {
     let all = [in_memory, !in_memory];
     all[..if all_cases() { 2 } else { 1 }].to_vec()
 }
@@ -239,7 +239,7 @@ fn files(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 
 #[test]
 fn any_node_may_be_lost_with_all_that_it_has() {
-    for in_memory in places(true) {
+    for in_memory in state_places(true) {
         let harness = Harness::new();
         let Some(mut machines) = Machines::new(&harness, in_memory) else {
             return;
@@ -274,7 +274,7 @@ fn any_node_may_be_lost_with_all_that_it_has() {
 
 #[test]
 fn a_surviving_machine_goes_on_as_the_first_node_and_the_lost_one_returns() {
-    for in_memory in places(false) {
+    for in_memory in state_places(false) {
         let harness = Harness::new();
         let Some(machines) = Machines::new(&harness, in_memory) else {
             return;

@@ -9,7 +9,7 @@ use crate::harness::{Harness, succeed};
 use crate::model_dir::{ALL, FILE, copy, export, fixture, moving_run, numbers, still_run, tensors};
 
 /// Places for the state, with numbers of ranks that share it.
-fn places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
+fn state_places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
     let on = |device: &str| {
         ["param", "optimizer"]
             .iter()
@@ -28,7 +28,7 @@ fn places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
 #[test]
 fn imported_weights_are_exported_bit_for_bit_from_any_place() {
     let harness = Harness::new();
-    let places = places(&harness);
+    let places = state_places(&harness);
     for (number, model) in ALL.iter().enumerate() {
         let (sets, ranks) = &places[number % places.len()];
         let dir = fixture(model);
@@ -377,7 +377,7 @@ fn another_runs_weights_start_a_new_run() {
 fn a_run_without_steps_converts_its_initial_weights() {
     let harness = Harness::new();
     let dir = fixture("qwen2");
-    for (number, (sets, ranks)) in places(&harness).iter().enumerate().take(2) {
+    for (number, (sets, ranks)) in state_places(&harness).iter().enumerate().take(2) {
         let name = format!("run{number}");
         let path = format!("model={{path = \"{}\"}}", dir.display());
         let run = harness.run(&name, &["train.steps=0", "scheduler={}", "data={}", &path]);

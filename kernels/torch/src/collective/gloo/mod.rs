@@ -62,7 +62,7 @@ impl Group {
         if let Some(message) = unsafe { take_message(message) } {
             return Err(CollectiveError::Rendezvous {
                 op: "connecting the ranks",
-                place: store.place().to_owned(),
+                place: store.location().to_owned(),
                 message: store.without_prefix(&message),
             });
         }

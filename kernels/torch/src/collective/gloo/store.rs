@@ -100,7 +100,7 @@ impl Store {
     }
 
     /// Directory, or host and port.
-    pub(in crate::collective) fn place(&self) -> &str {
+    pub(in crate::collective) fn location(&self) -> &str {
         &self.place
     }
 

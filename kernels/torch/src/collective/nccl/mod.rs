@@ -100,7 +100,7 @@ impl GpuComm {
         elems: usize,
         elem_bytes: usize,
     ) -> Result<(), CollectiveError> {
-        let (address, shard) = self.place(at, elems, elem_bytes);
+        let (address, shard) = self.address_and_shard(at, elems, elem_bytes);
         let shard_bytes = shard * elem_bytes;
         let own = address + (self.rank * shard_bytes) as u64;
         self.enqueue(shard_bytes, |table, handle| {
@@ -129,7 +129,7 @@ impl GpuComm {
         elems: usize,
         grad_type: GradType,
     ) -> Result<(), CollectiveError> {
-        let (address, shard) = self.place(at, elems, grad_type.elem_bytes());
+        let (address, shard) = self.address_and_shard(at, elems, grad_type.elem_bytes());
         let own = address + (self.rank * shard * grad_type.elem_bytes()) as u64;
         let number = match grad_type {
             GradType::Bf16 => NcclType::Bf16,
@@ -176,7 +176,7 @@ impl GpuComm {
     }
 
     /// Address of a buffer, and elements of a shard.
-    fn place(&self, at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> (u64, usize) {
+    fn address_and_shard(&self, at: DeviceAt<'_>, elems: usize, elem_bytes: usize) -> (u64, usize) {
         assert!(
             elems.is_multiple_of(self.ranks),
             "{elems} elements are no whole shard for each of {} ranks",

@@ -58,7 +58,7 @@ pub(super) fn documents(
         (None, Ok(())) => Ok(()),
         (None, Err(error)) if error.is_io() => Err(failed(error.into())),
         (None, Err(error)) => Err(DataError::Record {
-            place: source.place("record", Some(number + 1)),
+            place: source.position("record", Some(number + 1)),
             message: format!("is not JSON: {error}"),
         }),
     }
@@ -77,7 +77,7 @@ struct Each<'a> {
 
 impl Each<'_> {
     fn record(&mut self, record: Value) -> Result<(), DataError> {
-        let place = self.source.place("record", Some(self.number));
+        let place = self.source.position("record", Some(self.number));
         let piece = self.source.piece(Ok(record), place, self.read_bytes.take());
         (self.take)(piece)
     }

@@ -25,7 +25,7 @@ pub(super) fn documents(
         line.clear();
         let mut bounded = (&mut reader).take(LINE_BYTES_MAX + 1);
         let bytes = bounded.read_until(b'\n', &mut line).map_err(&failed)? as u64;
-        let place = source.place("line", Some(number));
+        let place = source.position("line", Some(number));
         if bytes > LINE_BYTES_MAX {
             return Err(DataError::Record {
                 place,

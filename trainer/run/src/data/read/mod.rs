@@ -75,7 +75,7 @@ pub(super) struct SourceFile {
 
 impl SourceFile {
     /// Returns the position of a line, row or record of this file.
-    fn place(&self, what: &'static str, number: Option<u64>) -> DocumentPosition {
+    fn position(&self, what: &'static str, number: Option<u64>) -> DocumentPosition {
         DocumentPosition {
             path: self.path.clone(),
             number,

@@ -91,7 +91,7 @@ fn columns(source: &SourceFile, schema: &Schema) -> Result<Vec<usize>, DataError
     let known: Vec<usize> = known.map(|(at, _)| at).collect();
     if known.is_empty() {
         return Err(DataError::Record {
-            place: source.place("", None),
+            place: source.position("", None),
             message: no_columns(names()),
         });
     }
@@ -113,7 +113,7 @@ fn rows(
         let Some(batch) = next else { return Ok(()) };
         for row in 0..batch.num_rows() {
             number += 1;
-            let place = source.place("row", Some(number));
+            let place = source.position("row", Some(number));
             let record = caught(|| record(&batch, row));
             // The file is compressed, so progress assumes rows of equal size.
             let upto = match count {

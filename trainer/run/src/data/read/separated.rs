@@ -24,7 +24,7 @@ pub(super) fn documents(
     take: &mut dyn FnMut(RecordResult) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let place = |number: Option<u64>| source.place("line", number);
+    let place = |number: Option<u64>| source.position("line", number);
     let wrong = |error: csv::Error| {
         let number = error.position().map(csv::Position::line);
         match error.into_kind() {

@@ -228,7 +228,7 @@ fn time_and_wear_follow_from_the_bound() {
 fn each_place_is_planned_as_a_run_with_its_state_there() {
     let settings = large("none", "none", &[]);
     let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
-    let all = places(&settings, &hardware);
+    let all = compare_places(&settings, &hardware);
     // What fits whole is not divided.
     let wanted = Place::ALL.into_iter();
     let wanted: Vec<Place> = wanted.filter(|place| *place != Place::HostAndGpu).collect();
@@ -263,7 +263,7 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
         gpu_memory_bytes: Some(0),
         ..h200(1.0)
     };
-    let all = places(
+    let all = compare_places(
         &settings,
         &Hardware::new(&settings, &without, without_torch),
     );

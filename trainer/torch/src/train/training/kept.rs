@@ -27,7 +27,7 @@ impl Training {
             shown.progress.begin();
         }
         now(&self.shown, self.run.state.step, "commit");
-        (self.ranks).together::<_, TrainError>("committing the last step", || {
+        (self.ranks).on_all_ranks::<_, TrainError>("committing the last step", || {
             Ok(self.run.backend.drain()?)
         })?;
         self.settle_checkpoints()?;
