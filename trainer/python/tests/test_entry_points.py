@@ -74,6 +74,36 @@ def test_the_calls_of_deepspeeds_examples_train_as_plain_pytorch_does(tmp_path):
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["classifier", "checkpoints", "fine-tuning", "fine-tuning", "reward", "done"]
 
 
+# The file of the guide, with its comments.
+_AMD_GUIDE = """{
+  "train_batch_size": 8,
+  "gradient_accumulation_steps": 1,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+  "fp16": {"enabled": false, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 14 /* lower */, "hysteresis": 2, "min_loss_scale": 1},
+  "zero_optimization": {
+    "stage": 2,  // 0 to 3
+    "allgather_partitions": true, "allgather_bucket_size": 1e8, "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 1e8,
+    "contiguous_gradients": true, "offload_optimizer": {"device": "cpu", "pin_memory": true}
+  },
+  "gradient_clipping": 1.0,
+  "steps_per_print": 100,
+  "amd_specific": {"rocm_mem_pool_init": true, "rocm_stream_priority": true}
+}"""
+
+
+def test_the_calls_of_the_amd_guide_run_or_are_refused_by_name(tmp_path):
+    (tmp_path / "ds.json").write_text(_AMD_GUIDE)
+    script = [HERE / "scripts" / "like_amd_guide.py", "--deepspeed", "--deepspeed_config", tmp_path / "ds.json", "--saved", tmp_path / "saved"]
+    result = offloadd_run(*script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "version True", "initialized True torch.float16", "trained 12", "loaded 11", "offloaded True",
+        "refused deepspeed.pipe True", "refused deepspeed.utils.debug True", "refused True",
+    ]  # fmt: skip
+    assert "amd_specific" in result.stderr
+
+
 @needs_daemon
 def test_torchrun_starts_the_same_script_in_two_ranks(tmp_path):
     # Equal batches on both ranks have the losses of one.
