@@ -1,4 +1,4 @@
-//! Type, default and description of each configuration key, taken from the declarations in `toml.rs`.
+//! Type, default and description of each configuration key, taken from the declarations in `toml/`.
 //!
 //! `keys! { ... }` declares a table as a struct and keeps the doc comment, default, example and type of every
 //! field. Checks, error messages and `trainer config-reference` use this data, so they cannot disagree with
