@@ -16,6 +16,7 @@ import unittest.mock
 import cycles
 import licenses
 import links
+import tests
 import tidy
 import words
 
@@ -87,6 +88,19 @@ class Tests(unittest.TestCase):
             self.assertTrue(any("--lib --bins --test simulation --" in call for call in run), run)
             code, out, _ = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/false"])
             self.assertEqual(code, 1, out)
+
+    def test_pytests_parts_have_every_test_once_and_either_lane_takes_them(self):
+        for name in ("test_each_node.py::test_ranks", "test_gpu.py::test_a_plan", "test_ranks.py::a", "semantics/test_semantics.py::a_line", "test_hf.py::a"):
+            found = [part for part in tests.parts() if eval(re.sub(r"\b(?!not|and|or)(\w+)", rf"('\\1' in {name!r})", part))]
+            self.assertEqual(len(found), 1, (name, found))
+        shown, either = [], tests.collections.deque(["echo", str(part)] for part in range(6))
+        lanes = [tests.Lane([["sleep", "0.4"]], {}, shown.append, either), tests.Lane([], {}, shown.append, either)]
+        for lane in lanes:
+            lane.start()
+        for lane in lanes:
+            lane.join()
+        self.assertEqual(sorted(shown), [f"{part}\n" for part in range(6)])
+        self.assertTrue(all(lane.passed for lane in lanes) and not either)
 
     def test_each_test_runs_once_and_what_fails_has_failed(self):
         code, out, calls = self.outcome(target(SIMULATION, "a", "b", failed=["b"]), status=101)
@@ -166,7 +180,8 @@ class Tests(unittest.TestCase):
             for line in target(API, "a", "b")
         ]
         beside = """#!/bin/sh
-case "$*" in "--durations=20 -k not semantics") echo "12.50s call     tests/test_x.py::test_y[a b]";; "--durations=20 -k semantics") echo "0.50s setup    tests/semantics/x.py::z";; *) exit 2;; esac
+case "$*" in "--durations=20 -k not ("*) echo "12.50s call     tests/test_x.py::test_y[a b]";; "--durations=20 -k (semantics)"*) echo "0.50s setup    tests/semantics/x.py::z";;
+"--durations=20 -k ("*) ;; *) exit 2;; esac
 """
         with tempfile.TemporaryDirectory() as folder:
             program = pathlib.Path(folder) / "pytest"

@@ -11,6 +11,7 @@ The output ends with the skipped tests, the slowest targets and the slowest test
 """
 
 import argparse
+import collections
 import fnmatch
 import json
 import os
@@ -25,8 +26,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 SLOWEST_MAX = 10
 SLOWEST_TESTS_MAX = 20
 
-# pytest's tests run in two parts (its option -k), because they take longer than the other lane's: the first part after the first lane.
-PARTS = ("semantics", "not semantics")
+# pytest's tests run in parts, each by a lane that has run its own commands: so both lanes end at about the same time, on any machine. A test is in
+# the first part whose words its name has (pytest's option -k), or in the last part. The longest part comes first.
+PARTS = ("each_node", "test_gpu or test_ranks", "test_plan or test_residency or test_muon", "semantics")
 
 # Test binaries tell the time of each test only if they take the compiler for a nightly one. The variable is set for them alone: cargo would
 # build crates again that look at it.
@@ -177,16 +179,24 @@ def waited_cpu_s(pid):
 
 
 class Lane(threading.Thread):
-    """Commands that run one after the other."""
+    """Commands that run one after the other: its own, then those of `shared` that no other lane has taken."""
 
-    def __init__(self, commands, names, show):
+    def __init__(self, commands, names, show, shared=()):
         super().__init__()
-        self.commands, self.names, self.show = commands, names, show
+        self.commands, self.shared, self.names, self.show = commands, shared, names, show
         self.passed, self.targets, self.times = True, [], []
+
+    def next_commands(self):
+        yield from self.commands
+        while self.shared:
+            try:
+                yield self.shared.popleft()
+            except IndexError:
+                return
 
     def run(self):
         plain = {**os.environ, **RUNNER, "CARGO_TERM_COLOR": "never"}
-        for command in self.commands:
+        for command in self.next_commands():
             run = Run(self.names)
             with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
                 since, cpu_s = time.monotonic(), 0.0
@@ -210,8 +220,14 @@ class Lane(threading.Thread):
         yield None
 
 
+def parts():
+    """pytest's expressions for each part: every test is in one."""
+    rest = [" and ".join(f"not ({words})" for words in PARTS[:number]) for number in range(len(PARTS) + 1)]
+    return [" and ".join(filter(None, (f"({words})", before))) for words, before in zip(PARTS, rest)] + rest[-1:]
+
+
 def lanes(cargo, names, beside):
-    """Commands that run all tests: those that run alone, and two lanes."""
+    """Commands that run all tests: those that run alone, two lanes, and what either lane runs then."""
     tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) != "lib" and not target.startswith("bin:")})
 
     def command(*which, times=TIMES):
@@ -225,8 +241,8 @@ def lanes(cargo, names, beside):
         return [command(*named(chosen))] if chosen else []
 
     first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc", times=[])]
-    parts = [[[beside, f"--durations={SLOWEST_TESTS_MAX}", "-k", part]] if beside else [] for part in PARTS]
-    return command_if_any(ALONE), first + parts[0], command_if_any(WAITING) + parts[1]
+    either = [[beside, f"--durations={SLOWEST_TESTS_MAX}", "-k", part] for part in parts()] if beside else []
+    return command_if_any(ALONE), first, command_if_any(WAITING), collections.deque(either)
 
 
 def run(cargo, names, beside, log):
@@ -239,8 +255,8 @@ def run(cargo, names, beside, log):
         sys.stdout.flush()
         log.write(line)
 
-    alone, first, second = lanes(cargo, names, beside)
-    alone, first, second = Lane(alone, names, show), Lane(first, names, show), Lane(second, names, later.append)
+    alone, first, second, either = lanes(cargo, names, beside)
+    alone, first, second = Lane(alone, names, show), Lane(first, names, show, either), Lane(second, names, later.append, either)
     alone.run()
     first.start(), second.start()
     first.join(), second.join()
