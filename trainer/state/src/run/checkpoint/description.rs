@@ -11,6 +11,9 @@ use super::write::file_name;
 use super::{BUFFER_BYTES, CheckpointError};
 use crate::fingerprint::Fingerprint;
 
+/// Version of the description, raised when an older program could not read it.
+///
+/// 1. The first one.
 const VERSION: u64 = 1;
 
 /// Name of the description in a checkpoint's directory.
