@@ -8,7 +8,7 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "python" / "offloadd"
 # What each room of the package is about, and its files, lowest first.
 LAYERS = {
     "the extension, errors, starts of processes": "_offloadd _errors _console _ending _finder _program _config",
-    "a model's parameters, in memory and released": "_storage _packed _units _param_units _muon _order _tile_gradients _released _state_copies _experts _watch _native _forwards _fp8",
+    "a model's parameters, in memory and released": "_storage _packed _units _param_units _muon _order _tile_gradients _released _state_copies _replaced_forwards _experts _watch _native _forwards _fp8",
     "what ranks wait for, exchange and agree on": "_board _connections _nodes _meetings _transfers _ranks",
     "parts of a sequence on several ranks": "_sequence_groups _sequence_attention _sequence_loader _sequence_mean sequence_parallel",
     "units around forward and backward": "_copies _memory _activations _mlp_chunks _gathering _read_only _residency _reading _gradients _engine _beside",

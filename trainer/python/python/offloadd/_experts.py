@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 from ._errors import NotSupported
 from ._packed import users_of
 from ._released import AS_TENSORS, BACKWARD, BEFORE, ITSELF, REPLACES, on_copies
+from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
 from ._units import BLOCKS_MIN, Unit, blocks_of
 
 # Of the functions that compute packed experts. Products of grouped ones have the same bits for a group of experts as for all. So has their gate, except
@@ -186,13 +187,13 @@ class CutExperts:
             del experts._parameters[name]
             # No parameter of the module any more, and found under its name all the same.
             vars(experts)[name] = whole
-        vars(experts)["forward"] = torch.compiler.disable(self._forward)
+        self._replaced = ReplacedForwards(Layer.EXPERTS, {experts: torch.compiler.disable(self._forward)})
         self._handles = [experts._register_state_dict_hook(self._join_state), experts._register_load_state_dict_pre_hook(self._cut_state)]
 
     # Forward
 
-    def _forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The module's `forward`. The names of the other two arguments differ between models."""
+    def _forward(self, below: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of the module's `forward`. The names of the other two arguments differ between models."""
         weights, index = sorted([*args, *kwargs.values()], key=lambda one: not one.is_floating_point())
         how = getattr(self.experts.config, "_experts_implementation", None) or _EAGER
         # This waits for a GPU: what is to be brought is decided by the values.
@@ -271,7 +272,7 @@ class CutExperts:
         """Makes the module what it was. Parts that have values give them to the whole parameters."""
         for handle in self._handles:
             handle.remove()
-        vars(self.experts).pop("forward", None)
+        self._replaced.end()
         for name, whole in self.wholes.items():
             if self.taken:
                 parts = self.parts(name)
@@ -420,7 +421,7 @@ def _packed_names(module: nn.Module, users: Mapping[int, list[nn.Module]]) -> li
     if not (hasattr(moe, "_grouped_linear") and hasattr(module, "has_gate") and hasattr(module, "is_transposed") and isinstance(count, int)):
         return []
     # Older versions of transformers mark what they divide among ranks by this.
-    if getattr(module, "_is_expert_parallel", hasattr(module, "_is_hooked")) or "forward" in vars(module) or not hasattr(type(module).forward, "__wrapped__"):
+    if getattr(module, "_is_expert_parallel", hasattr(module, "_is_hooked")) or is_given_by_others(module) or not hasattr(type(module).forward, "__wrapped__"):
         return []
     weights = [*(("gate_up_proj",) if module.has_gate else ("up_proj",)), "down_proj"]
     names = weights + [f"{name}_bias" for name in weights if module.has_bias]

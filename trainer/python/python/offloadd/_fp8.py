@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from . import _offloadd
 from ._console import say
 from ._errors import NotSupported
+from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
 from ._units import blocks_of
 
 _WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,7 +38,6 @@ class Fp8Layers:
         # A layer that is a unit by itself, such as a head, is no block.
         blocks = [block for _, block in blocks_of(model, wanted) if not isinstance(block, nn.Linear)]
         linear = {module: None for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
-        self._on = False
         left_out = collections.Counter(why for module in linear if (why := _why_left_out(module)))
         self._layers = [module for module in linear if not _why_left_out(module)]
         self._left_out = ", ".join(f"{count} {why}" for why, count in left_out.items())
@@ -48,21 +48,12 @@ class Fp8Layers:
             )
 
     def begin(self) -> None:
-        self._on = True
-        for layer in self._layers:
-            layer.forward = functools.partial(self._forward, layer)  # type: ignore[method-assign]
+        self._replaced = ReplacedForwards(Layer.PRODUCTS, {layer: functools.partial(_in_place_of, layer) for layer in self._layers})
         say(f"{len(self._layers)} Linear layers multiply in 8 bits" + f"; left out: {self._left_out}" * bool(self._left_out))
 
     def end(self) -> None:
-        """Makes them plain layers again. A forward that somebody has wrapped since stays, and calls a plain one."""
-        self._on = False
-        for layer in self._layers:
-            found = layer.__dict__.get("forward")
-            if isinstance(found, functools.partial) and found.func == self._forward:
-                del layer.__dict__["forward"]
-
-    def _forward(self, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return _forward(layer, x) if self._on else nn.functional.linear(x, layer.weight, layer.bias)
+        """Makes them plain layers again."""
+        self._replaced.end()
 
 
 def why_not(device: torch.device) -> Optional[str]:
@@ -74,7 +65,7 @@ def why_not(device: torch.device) -> Optional[str]:
 
 def _why_left_out(layer: nn.Linear) -> Optional[str]:
     own = [layer.weight, *([] if layer.bias is None else [layer.bias])]
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+    if type(layer) is not nn.Linear or is_given_by_others(layer):
         return "with a forward of their own"
     if any(type(param) is not nn.Parameter for param in own):
         return "quantized"
@@ -85,6 +76,10 @@ def _why_left_out(layer: nn.Linear) -> Optional[str]:
     if layer.in_features % _UNIT or layer.out_features % _UNIT:
         return f"with a side that is no multiple of {_UNIT}"
     return None
+
+
+def _in_place_of(layer: nn.Linear, below: Any, input: torch.Tensor) -> torch.Tensor:
+    return _forward(layer, input)
 
 
 def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

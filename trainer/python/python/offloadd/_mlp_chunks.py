@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 from ._activations import staying
 from ._errors import NotSupported
 from ._released import in_transform
+from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
 from ._units import blocks_of
 
 _KEY = "offloadd.mlp_chunks"
@@ -39,7 +40,8 @@ _ROWWISE_FILES = ("torch.nn.modules.activation", "transformers.activations")
 # Adapters of LoRA, PEFT's and those of a plan.
 _ADAPTERS = ("peft.tuners.lora.", f"{__package__}.")
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# A module's tables of hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class MlpChunks:
@@ -53,28 +55,18 @@ class MlpChunks:
         for mlp, name in found.items():
             _check(name, mlp)
         in_chunks = torch.compiler.disable(_in_chunks)
-        self._replaced: list[tuple[nn.Module, Any]] = []
-        # Chunks of each MLP.
-        self._count = [count]
-        for mlp, name in found.items():
-            # A copy of the module gets one of its own: what it is made of is copied with it.
-            vars(mlp)["forward"] = ours = functools.partial(in_chunks, mlp, mlp.forward, self._count, name)
-            self._replaced.append((mlp, ours))
+        self._replaced = ReplacedForwards(Layer.MLP_CHUNKS, {mlp: functools.partial(in_chunks, mlp, count, name) for mlp, name in found.items()})
 
     def end(self) -> None:
-        """The MLPs are computed whole again, also by a forward of another library that calls ours."""
-        self._count[0] = 1
-        for mlp, ours in self._replaced:
-            if vars(mlp).get("forward") is ours:
-                del vars(mlp)["forward"]
-        self._replaced.clear()
+        """The MLPs are computed whole again."""
+        self._replaced.end()
 
 
 def _check(name: str, mlp: nn.Module) -> None:
     """Refuses an MLP whose rows may depend on each other, or that has more than one input or output."""
     leave_out = f"leave {_KEY} out"
     kind = type(mlp)
-    own = next((inner for inner, module in mlp.named_modules() if "forward" in vars(module)), None)
+    own = next((inner for inner, module in mlp.named_modules() if is_given_by_others(module)), None)
     if own is not None:
         raise NotSupported(f"{_KEY}: {'.'.join(filter(None, (name, own)))} was given a forward of its own, which may mix tokens: {leave_out}")
     if not kind.__module__.startswith("transformers.models."):
@@ -83,26 +75,24 @@ def _check(name: str, mlp: nn.Module) -> None:
     if len(inputs) != 1:
         raise NotSupported(f"{_KEY}: {name}, a {kind.__name__}, is given {', '.join(inputs)} and not only hidden states: {leave_out}")
     for inner, module in mlp.named_modules():
-        if module is not mlp and not _is_rowwise(module):
+        if module is not mlp and not is_rowwise(module):
             raise NotSupported(
                 f"{_KEY}: {name}, a {kind.__name__}, has a {type(module).__name__} ({inner}), which is not known to compute each token by itself "
                 f"(mixtures of experts choose for each token): {leave_out}"
             )
 
 
-def _is_rowwise(module: nn.Module) -> bool:
+def is_rowwise(module: nn.Module) -> bool:
+    """Whether a layer is known to compute each row by itself."""
     kind = type(module)
     named = (kind.__module__, kind.__name__) in _ROWWISE_NAMES or kind.__module__ in _ROWWISE_FILES or kind.__module__.startswith(_ADAPTERS)
     return kind in _ROWWISE or named or kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
-def _in_chunks(mlp: nn.Module, forward: Callable[..., Any], chunks: list[int], name: str, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an MLP, in place of its own, `forward`."""
-    (count,) = chunks
-    if count == 1:
-        return forward(*args, **kwargs)
+def _in_chunks(mlp: nn.Module, count: int, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of an MLP, in place of the one below, `forward`."""
     for inner, module in mlp.named_modules():
-        if module is not mlp and any(getattr(module, hooks) for hooks in _HOOKS):
+        if module is not mlp and any(getattr(module, hooks) for hooks in HOOKS):
             raise NotSupported(f"{_KEY}: {name}.{inner} has a hook or is a unit of its own, and would see chunks: hook {name} itself, or leave the key out")
     (states,) = (*args, *kwargs.values())
     # One token for each sequence, as in generation, is not divided. torch's transforms take no checkpoints.
