@@ -627,17 +627,20 @@ class Checks:
             print(f"  {checkpointing}: same bits; peak {moved[1]:,} of {kept[1]:,} bytes", flush=True)
 
     def chunks(self):
-        """MLPs in chunks of tokens: the same bits wherever the state is and each time, losses near those of whole MLPs, and less GPU memory."""
+        """MLPs and losses in chunks of tokens: the same bits wherever the state is and each time, losses near those without, and less GPU memory."""
         whole = self.peaked(None, "cpu")
-        found = {tier: self.peaked(None, tier, mlp_chunks=8) for tier in ("none", "cpu", "nvme")}
-        for checkpointing in ("not reentrant", "reentrant"):
-            found[checkpointing] = self.peaked(checkpointing, "cpu", mlp_chunks=8, activations="cpu")
-        for name, one in found.items():
-            check(one[0] == found["none"][0], f"{name}: losses, norms and weights {one[0]} and {found['none'][0]} without offload")
-        near = max(abs(a / b - 1) for a, b in zip(found["none"][0][:-1], whole[0]))
-        check(near < 0.02, f"losses and norms {found['none'][0]} in chunks and {whole[0]} of whole MLPs")
-        check(found["cpu"][1] < whole[1] or self.device == "cpu", f"a peak of {found['cpu'][1]} bytes, and {whole[1]} with whole MLPs")
-        print(f"  same bits; losses and norms within {near:.2%} of whole MLPs; peak {found['cpu'][1]:,} of {whole[1]:,} bytes", flush=True)
+        for key in ("mlp_chunks", "loss_chunks"):
+            own = {key: 8}
+            found = {tier: self.peaked(None, tier, **own) for tier in ("none", "cpu", "nvme")}
+            if key == "mlp_chunks":
+                for checkpointing in ("not reentrant", "reentrant"):
+                    found[checkpointing] = self.peaked(checkpointing, "cpu", activations="cpu", **own)
+            for name, one in found.items():
+                check(one[0] == found["none"][0], f"{key}, {name}: losses, norms and weights {one[0]} and {found['none'][0]} without offload")
+            near = max(abs(a / b - 1) for a, b in zip(found["none"][0][:-1], whole[0]))
+            check(near < 0.02, f"{key}: losses and norms {found['none'][0]} in chunks and {whole[0]} without")
+            check(found["cpu"][1] < whole[1] or self.device == "cpu", f"{key}: a peak of {found['cpu'][1]} bytes, and {whole[1]} without")
+            print(f"  {key}: same bits; losses and norms within {near:.2%} of those without; peak {found['cpu'][1]:,} of {whole[1]:,} bytes", flush=True)
 
     def peaked(self, checkpointing, tier, **own):
         """Losses, norms and weights of some steps, and the peak of GPU memory."""

@@ -278,6 +278,7 @@ PLANNED = {
         ", inputs of blocks of 12.0 KiB each way",
     ),
     "--seq-len 16 --batch 2 --mlp-chunks 4 --lora 4 --quantize nf4": ("with gradient checkpointing, 2 x 16 tokens, MLPs in 4 chunks: weights ",),
+    "--seq-len 16 --loss-chunks 4 --mlp-chunks 2 --lora 4": ("1 x 16 tokens, MLPs in 2 chunks, the loss in 4 chunks: weights ",),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),
     "--seq-len 16 --lora 4 --gpu-memory 3GiB": (
@@ -297,8 +298,9 @@ TOO_SMALL = {
     "--lora 4": ({}, 100, "100.0 KiB are available: take --quantize nf4 (weights "),
     "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", " or take --activations cpu (activations "),
     "--train none": ({}, 100, "a step takes ", "take --quantize nf4 (weights "),
-    "--batch 9": ({}, 100, "take fewer or shorter sequences at a time (logits ", " or take --activations cpu (activations "),
-    "--batch 9 --mlp-chunks 2 --activations cpu": ({}, 100, "take fewer or shorter sequences at a time (logits "),
+    "--batch 9": ({}, 100, "take --loss-chunks 4 (logits ", " or take --activations cpu (activations "),
+    "--batch 9 --mlp-chunks 2 --activations cpu": ({}, 100, "take --loss-chunks 4 (logits "),
+    "--batch 9 --mlp-chunks 2 --loss-chunks 2 --activations cpu": ({}, 100, "take fewer or shorter sequences at a time (what is computed "),
     "--batch 1": ({"offload_optimizer": {"device": "cpu"}}, 1, 'zero_optimization.offload_param.device = "cpu" (weights '),
     "": ({"offload_param": {"device": "cpu"}, "own": {"gpu_resident_fraction": 1}}, 2, "offloadd.gpu_resident_fraction lower (weights "),
 }
@@ -452,7 +454,7 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
         ((path, "--model", bert, "--seq-len", 9, "--mlp-chunks", 2), "offloadd.mlp_chunks = 2: the blocks of BertLMHeadModel have no module mlp"),
         *(((llama, *more), f"{more[0]} {more[1]}: GPU memory is planned for sequences") for more in (("--gpu-memory", "3GiB"), ("--batch", 2))),
-        *(((llama, *more), "give --seq-len too") for more in (("--activations", "cpu"), ("--mlp-chunks", 2))),
+        *(((llama, *more), "give --seq-len too") for more in (("--activations", "cpu"), ("--mlp-chunks", 2), ("--loss-chunks", 2))),
         ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
         ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
     ):

@@ -84,7 +84,7 @@ def test_two_ranks_with_half_a_batch_each_are_one_with_the_whole(tmp_path):
     first = None
     for device in ("none", "cpu", "nvme"):
         (tmp_path / device).mkdir()
-        told = on_ranks(2, tmp_path / f"store-{device}", train, tmp_path / device, device)
+        told = on_ranks(2, tmp_path / f"store-{device}", functools.partial(train, loss_chunks=3), tmp_path / device, device)
         (found, its_norms, ours), (others, same_norms, theirs) = told
         assert [(a + b) / 2 for a, b in zip(found, others)] == pytest.approx(losses, rel=1e-6), device
         assert its_norms == pytest.approx(norms, rel=1e-5) and its_norms == same_norms, device

@@ -18,18 +18,24 @@ T = transformers
 import offloadd  # noqa: E402
 from offloadd import _fp8  # noqa: E402
 from offloadd._experts import Experts  # noqa: E402
+from offloadd._loss_chunks import LossChunks  # noqa: E402
 from offloadd._mlp_chunks import MlpChunks  # noqa: E402
 from offloadd._replaced_forwards import Layer, ReplacedForwards, is_given_by_others  # noqa: E402
 from test_architecture import PACKAGE  # noqa: E402
 from test_mlp_chunks import SIZES, VOCAB, llama, make  # noqa: E402
 
-PRODUCTS, EXPERTS, MLP = Layer
+PRODUCTS, EXPERTS, MLP, LOSS = Layer
 
 # Features of a model, and what becomes of them: the module in which they meet, or that has the modules of all; or why one is refused.
 TABLE = {
     (PRODUCTS, EXPERTS): "model.layers.1",
     (PRODUCTS, MLP): "model.layers.1.mlp",
+    (PRODUCTS, LOSS): "lm_head",
     (EXPERTS, MLP): "offloadd.mlp_chunks: model.layers.0.mlp, a MixtralSparseMoeBlock, has a ",
+    (EXPERTS, LOSS): "",
+    (MLP, LOSS): "",
+    (PRODUCTS, EXPERTS, LOSS): "",
+    (PRODUCTS, MLP, LOSS): "",
 }
 
 
@@ -55,6 +61,7 @@ BEGIN = {
     PRODUCTS: in_8_bits,
     EXPERTS: experts_cut,
     MLP: lambda model: MlpChunks(model, 3).end,
+    LOSS: lambda model: LossChunks(model, 3).end,
 }
 
 
@@ -191,14 +198,16 @@ def saved_and_loaded(module):
 )
 def test_copies_are_plain(copied):
     model, calls, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), [], torch.ones(2, 3)
-    ours = ReplacedForwards(MLP, {model[0]: noted(calls, "ours")})
+    ours = ReplacedForwards(LOSS, {model[0]: noted(calls, "ours")})
     twin = copied(model)
     assert torch.equal(twin(x), model(x)) and calls == ["ours"]
     with torch.no_grad():
         twin[0].weight.zero_(), twin[0].bias.zero_()
     assert not twin(x).any() and layers_of(twin[0]) == () and not is_given_by_others(twin[0])
+    # Others load it without this library.
+    assert b"offloadd" not in pickle.dumps(model).replace(__name__.encode(), b"")
     # A feature may begin with it, and ends by itself.
-    of_twin = ReplacedForwards(MLP, {twin[0]: noted(calls, "twin")})
+    of_twin = ReplacedForwards(LOSS, {twin[0]: noted(calls, "twin")})
     ours.end()
     twin(x), model(x)
     of_twin.end()

@@ -134,7 +134,7 @@ def divided(rank, ranks, path, cases, size):
         optimizer = adamw(model)
         directory = path / f"{name}-{kind}-{attention}-{device}"
         # Each rank's part of the tokens is in chunks, too.
-        chunks = {"mlp_chunks": 3} if attention == "eager" else {}
+        chunks = {"mlp_chunks": 3, "loss_chunks": 3} if attention == "eager" else {}
         with offloadd.prepare(model, optimizer, {**config(device, path, **chunks), "sequence_parallel_size": size}, run_dir=directory):
             # Each rank's loader has every rank-th batch, as a DistributedSampler's.
             loader = sequence_parallel.Loader(batches(kind)[rank::ranks])

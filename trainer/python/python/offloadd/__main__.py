@@ -50,6 +50,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
     plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
     plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
+    plan.add_argument("--loss-chunks", type=positive, metavar="N", help="chunks of tokens in which the head and the loss are computed (offloadd.loss_chunks)")
     plan.add_argument("--units", type=int, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -109,7 +110,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     _check_gpu_options(given)
     # Before layers are cut, whose code needs values then.
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
-    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", given.mlp_chunks or settings.mlp_chunks)
+    chunks = given.mlp_chunks or settings.mlp_chunks, given.loss_chunks or settings.loss_chunks
+    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", *chunks)
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.
@@ -142,8 +144,9 @@ def _check_gpu_options(given: argparse.Namespace) -> None:
         if not given.model:
             raise Error("--seq-len: GPU memory is planned for a model by its directory or name, not for --params")
         return
-    for name, value in (("--gpu-memory", given.gpu_memory), ("--batch", given.batch), ("--activations", given.activations), ("--mlp-chunks", given.mlp_chunks)):
-        if value is not None:
+    for name in ("gpu_memory", "batch", "activations", "mlp_chunks", "loss_chunks"):
+        if (value := getattr(given, name)) is not None:
+            name = f"--{name.replace('_', '-')}"
             raise Error(f"{name} {value}: GPU memory is planned for sequences of a length: give --seq-len too")
 
 

@@ -23,7 +23,7 @@ from ._state import random_state, same_random, set_random_state, to_blob
 State = dict[str, Any]
 
 # Settings that a resumed run may have other ones of, and that change what it computes.
-_CHANGE_RESULTS = ("matmuls", "mlp_chunks")
+_CHANGE_RESULTS = ("matmuls", "mlp_chunks", "loss_chunks")
 
 
 class Commits:

@@ -63,6 +63,7 @@ class Settings:
     matmuls: str
     # Chunks of tokens in which the MLP of a block is computed.
     mlp_chunks: int
+    loss_chunks: int
     # The fraction of the parameters' bytes that stays on the GPU. None: as much as has room.
     gpu_resident_fraction: Optional[float]
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.

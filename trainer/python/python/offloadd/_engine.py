@@ -25,7 +25,7 @@ from ._activations import Activations
 from ._copies import Copies
 from ._errors import Error, NotSupported
 from ._experts import Experts
-from ._forwards import Forwards, calls_of, in_backward, returned, tensors_in
+from ._forwards import Forwards, calls_of, in_backward, of_engine, returned, tensors_in
 from ._gathering import Gathering
 from ._gradients import Gradients
 from ._memory import KEPT_MAX
@@ -93,8 +93,8 @@ class Engine:
 
     def _hook(self, module: nn.Module, units: list[Unit]) -> None:
         root = module is self.model
-        before = _outside_of_graphs(functools.partial(self._before_forward, units, root))
-        after = _outside_of_graphs(functools.partial(self._after_forward, units, root))
+        before = of_engine(_outside_of_graphs(functools.partial(self._before_forward, units, root)))
+        after = of_engine(_outside_of_graphs(functools.partial(self._after_forward, units, root)))
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 

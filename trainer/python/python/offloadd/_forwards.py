@@ -49,6 +49,17 @@ class Forwards(list[Forward]):
         return "forward" if torch.is_grad_enabled() else "forward without gradients"
 
 
+def of_engine(hook: Any) -> Any:
+    """Marks a hook of modules as ours."""
+    hook.of_engine = True
+    return hook
+
+
+def is_of_engine(hook: Any) -> bool:
+    """Whether a hook of a module is ours."""
+    return getattr(hook, "of_engine", False)
+
+
 def in_backward() -> bool:
     """Whether autograd is at work."""
     return torch._C._current_graph_task_id() != -1
@@ -66,7 +77,8 @@ def calls_of(module: Optional[nn.Module]) -> int:
 def tensors_in(value: Any, depth: int = 8, objects: bool = True) -> Iterator[torch.Tensor]:
     """The tensors in a module's inputs or output, in dataclasses too, and with `objects` in other plain objects."""
     if isinstance(value, torch.Tensor):
-        yield value
+        # Logits without values are gone back to what they are made of.
+        yield getattr(value, "made_of", value)
         return
     if isinstance(value, Mapping):
         parts = value.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Mapping, Optional, Sequence
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from ._config import Settings
 from ._errors import Error
+from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_gradient_bytes
 from ._mlp_chunks import MlpChunks
 from ._packed import is_wrapper
@@ -35,8 +37,9 @@ class StepMemory:
     seq_len: int
     checkpointed: "TracedMemory | str | None"
     kept: "TracedMemory | str"
-    # Chunks of tokens in which MLPs are computed.
+    # Chunks of tokens in which MLPs, and the head with the loss, are computed.
     mlp_chunks: int = 1
+    loss_chunks: int = 1
 
     @property
     def moved_host_bytes(self) -> int:
@@ -91,6 +94,8 @@ class GpuPlan:
             less["activations"] = "--activations cpu"
         if self.computed.mlp_chunks == 1 and self.computed.checkpointed is not None:
             less["what is computed"] = "--mlp-chunks 4"
+        if self.computed.loss_chunks == 1 and self.computed.checkpointed is not None:
+            less["logits"] = "--loss-chunks 4"
         parts = {"weights": self.weight_bytes, **(self._sizes(found) if known else {})}
         # The largest first. What is a small part of all makes no difference.
         named = [name for name in sorted(parts, key=parts.get, reverse=True) if parts[name] >= need * _SMALL_PART]
@@ -124,6 +129,7 @@ class GpuPlan:
                 more += ", more than is available"
             how += f" on each of {self.ranks} GPUs" * (self.ranks > 1)
             tokens = f"{computed.sequences} x {computed.seq_len} tokens" + f", MLPs in {computed.mlp_chunks} chunks" * (computed.mlp_chunks > 1)
+            tokens += f", the loss in {computed.loss_chunks} chunks" * (computed.loss_chunks > 1)
             lines = [f"gpu       {bytes_text(total)}{how}, {tokens}: {', '.join(parts)}{more}"]
         if self.bus_bytes is not None:
             forward, backward, gradients = self.bus_bytes
@@ -148,16 +154,18 @@ class GpuPlan:
         return {"activations": kept, "what is computed": rest, "logits": found.logits_bytes, "KV cache": found.cache_bytes}
 
 
-def computed(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, mlp_chunks: int = 1) -> StepMemory:
+def computed(
+    model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, mlp_chunks: int = 1, loss_chunks: int = 1
+) -> StepMemory:
     """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
-    blocks wait in host memory; MLPs are computed in so many chunks. Raises `NotSupported` where they cannot be."""
-    chunks = MlpChunks(model, mlp_chunks) if mlp_chunks > 1 else None
-    try:
+    blocks wait in host memory; MLPs and the loss are computed in so many chunks. Raises `NotSupported` where they cannot be."""
+    with contextlib.ExitStack() as stack:
+        if mlp_chunks > 1:
+            stack.callback(MlpChunks(model, mlp_chunks).end)
+        if loss_chunks > 1:
+            stack.callback(LossChunks(model, loss_chunks).end)
         checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None
-        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks)
-    finally:
-        if chunks is not None:
-            chunks.end()
+        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks, loss_chunks)
 
 
 def gpu_plan(

@@ -34,6 +34,7 @@ class Layer(enum.IntEnum):
     PRODUCTS = enum.auto()
     EXPERTS = enum.auto()
     MLP_CHUNKS = enum.auto()
+    LOSS_CHUNKS = enum.auto()
 
 
 class ReplacedForwards:

@@ -36,6 +36,7 @@ from ._fp8 import Fp8Layers
 from ._generation import Meter
 from ._gpu_plan import warning_at_start
 from ._layout import Layout
+from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_of
 from ._mlp_chunks import MlpChunks
 from ._model_methods import ModelMethods
@@ -99,7 +100,8 @@ def prepare(
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = not settings.parameters_stay or on_meta
-    wanted, ranks, sequences, chunks = units or settings.units or None, Ranks(), None, None
+    wanted, ranks, sequences = units or settings.units or None, Ranks(), None
+    chunks: list[Union[MlpChunks, LossChunks]] = []
     experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
@@ -110,7 +112,10 @@ def prepare(
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
         sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
-        chunks = MlpChunks(model, settings.mlp_chunks) if settings.mlp_chunks > 1 else None
+        if settings.mlp_chunks > 1:
+            chunks.append(MlpChunks(model, settings.mlp_chunks))
+        if settings.loss_chunks > 1:
+            chunks.append(LossChunks(model, settings.loss_chunks))
         run = _opened(model, optimizer, settings, directory, wanted, found, modules, experts, list(track), weights, ranks, resume)
         run.take_sequences(sequences)
         run.take_chunks(chunks)
@@ -119,8 +124,8 @@ def prepare(
             experts.undo(optimizer)
             if sequences is not None:
                 sequences.detach()
-            if chunks is not None:
-                chunks.end()
+            for one in chunks:
+                one.end()
     renew(optimizer_of_script)
     return run
 
@@ -197,7 +202,7 @@ class Run:
         # Until it is whole.
         self.closed = True
         self._sequences: Optional[SequenceAttachment] = None
-        self._chunks: Optional[MlpChunks] = None
+        self._chunks: Sequence[Union[MlpChunks, LossChunks]] = ()
         self._process = os.getpid()
         _opening.check_given(optimizer, track, found)
         _opening.check_drives(plan, ranks)
@@ -291,8 +296,8 @@ class Run:
         if sequences is not None:
             sequences.group.blamed = self.ranks.transfers.failures_blamed
 
-    def take_chunks(self, chunks: Optional[MlpChunks]) -> None:
-        """Lets MLPs be computed whole again when the run ends."""
+    def take_chunks(self, chunks: Sequence[Union[MlpChunks, LossChunks]]) -> None:
+        """Lets MLPs and losses be computed whole again when the run ends."""
         self._chunks = chunks
 
     # Training
@@ -423,8 +428,8 @@ class Run:
         if self._sequences is not None:
             self._sequences.detach()
             self._sequences.group.blamed = contextlib.nullcontext
-        if self._chunks is not None:
-            self._chunks.end()
+        for chunks in self._chunks:
+            chunks.end()
         ranks, meetings = self.ranks, self.ranks.meetings
         try:
             if ranks.count > 1 and failed is not None:

@@ -78,6 +78,7 @@ impl Choices {
         for (key, number) in [
             ("offloadd.commit_every", own.commit_every),
             ("offloadd.mlp_chunks", own.mlp_chunks),
+            ("offloadd.loss_chunks", own.loss_chunks),
             ("offloadd.update_threads", own.update_threads),
         ] {
             faults.collect(at_least(key, number.unwrap_or(1), 1));

@@ -71,6 +71,8 @@ pub struct PackageSettings {
     pub matmuls: &'static str,
     /// Chunks of tokens in which a block's MLP is computed.
     pub mlp_chunks: u64,
+    /// Chunks of tokens in which the head and the loss are computed.
+    pub loss_chunks: u64,
     /// `None` chooses by what the GPU has free.
     pub gpu_resident_fraction: Option<f64>,
     pub shard: &'static str,
@@ -261,6 +263,7 @@ fn resolve(
         activations: choices.activations,
         matmuls: choices.matmuls,
         mlp_chunks: own.mlp_chunks.unwrap_or(1),
+        loss_chunks: own.loss_chunks.unwrap_or(1),
         gpu_resident_fraction: choices.gpu_resident_fraction,
         shard: choices.shard,
         moments: choices.moments,

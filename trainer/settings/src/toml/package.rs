@@ -52,6 +52,10 @@ keys! {
         /// intermediate results of one chunk are in memory. Gradients are added in another order.
         #[default("1")]
         pub mlp_chunks: Option<u64>,
+        /// Chunks of tokens in which the head of a causal language model and its cross entropy are computed, one after the other, and
+        /// again in backward: the logits of one chunk are in memory, and no others. Gradients are added in another order.
+        #[default("1")]
+        pub loss_chunks: Option<u64>,
         /// Fraction of the parameters' bytes that stays in the memory of the GPU that computes, in whole units, or "auto" for as much as
         /// fits beside what a step took. Frozen parameters come once then, trained ones once a step. The choice does not change results.
         #[default("\"auto\"")]

@@ -1,0 +1,238 @@
+"""The head of a language model and its cross entropy, computed for one chunk of the tokens after the other, so that the logits of one chunk are in memory.
+
+    head(hidden states)             -> Logits, which have a shape and no values; what the model does to them is noted: scaling, soft-capping, types, shapes
+    cross_entropy(Logits, labels)   -> chunk 1: product, what was noted, loss; chunk 2: ...        logits are dropped (torch's checkpointing)
+    backward                           chunk 2 computed again, its gradients; chunk 1 computed again, its gradients
+
+The model's own code and the loss of its library run as they are, so that shifted labels, labels that do not count and the number by which a sum is divided
+are theirs. Whatever else asks for logits is refused by name. Passes without gradients and in evaluation have all logits, as without chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, NoReturn, Optional, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from ._activations import staying
+from ._errors import NotSupported
+from ._forwards import is_of_engine
+from ._mlp_chunks import HOOKS, is_rowwise
+from ._released import in_transform
+from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
+
+_KEY = "offloadd.loss_chunks"
+
+# What PEFT puts around a head that is trained whole.
+_WRAPPER = ("peft.utils.other", "ModulesToSaveWrapper")
+
+# Functions of tensors, by their names: what tells of logits without their values; what computes each number by itself; what changes the shape.
+_READ = frozenset("shape dtype device is_cuda ndim requires_grad size dim numel is_floating_point __len__".split())
+_NOTED = frozenset("mul __mul__ __rmul__ multiply div __div__ __truediv__ divide true_divide tanh float double half bfloat16 to type contiguous".split())
+_RESHAPED = frozenset("view reshape flatten".split())
+
+Note = Callable[[torch.Tensor], torch.Tensor]
+
+
+class LossChunks:
+    """The head of a model, whose logits are computed in chunks until `end`. Raises `NotSupported` for a model whose head is not found or not known to compute
+    each token by itself."""
+
+    def __init__(self, model: nn.Module, count: int) -> None:
+        name, head = _head_of(model, count)
+        _check(name, head)
+        self._replaced = ReplacedForwards(Layer.LOSS_CHUNKS, {head: functools.partial(_in_place_of, head, count, name)})
+
+    def end(self) -> None:
+        """Logits are computed whole again."""
+        self._replaced.end()
+
+
+def _head_of(model: nn.Module, count: int) -> tuple[str, nn.Module]:
+    heads = (one.get_output_embeddings() for one in model.modules() if hasattr(type(one), "get_output_embeddings"))
+    head = next((one for one in heads if one is not None), None)
+    if not isinstance(head, nn.Module):
+        raise NotSupported(f"{_KEY} = {count}: {type(model).__name__} has no head of a language model (get_output_embeddings): leave the key out")
+    return next(name for name, one in model.named_modules() if one is head), head
+
+
+def _check(name: str, head: nn.Module) -> None:
+    """Refuses a head whose rows may depend on each other."""
+    for inner, module in head.named_modules():
+        of = ".".join(filter(None, (name, inner)))
+        if is_given_by_others(module):
+            raise NotSupported(f"{_KEY}: {of} was given a forward of its own, which may mix tokens: leave {_KEY} out")
+        if not is_rowwise(module) and (type(module).__module__, type(module).__name__) != _WRAPPER:
+            raise NotSupported(f"{_KEY}: {of} is a {type(module).__name__}, which is not known to compute each token by itself: leave {_KEY} out")
+
+
+def _check_hooks(name: str, head: nn.Module) -> None:
+    for inner, module in head.named_modules():
+        hooks = [one for kind in HOOKS for one in getattr(module, kind).values()]
+        if any(module is not head or not is_of_engine(one) for one in hooks):
+            of = ".".join(filter(None, (name, inner)))
+            raise NotSupported(f"{_KEY}: {of} has a hook{' or is a unit of its own' * bool(inner)}, and would see chunks: leave {_KEY} out")
+
+
+def _in_place_of(head: nn.Module, count: int, name: str, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a head, in place of the one below."""
+    given, *others = *args, *kwargs.values()
+    if isinstance(given, _Loss):
+        return given.compute(below, count)
+    if others or not head.training or not torch.is_grad_enabled() or in_transform():
+        return below(*args, **kwargs)
+    _check_hooks(name, head)
+    none = below(given.reshape(-1, given.shape[-1])[:0])
+    return Logits(head, given, none.detach(), (), none.requires_grad)
+
+
+class Logits(torch.Tensor):
+    """Logits of a training forward: their values are never in memory together."""
+
+    _head: nn.Module
+    # The input of the head, with the rows that the logits have.
+    _states: torch.Tensor
+    # Logits of no token, on which everything is done at once that is noted.
+    _none: torch.Tensor
+    _notes: Sequence[Note]
+
+    @staticmethod
+    def __new__(cls, head: nn.Module, states: torch.Tensor, none: torch.Tensor, notes: Sequence[Note], trained: bool) -> "Logits":
+        how = {"dtype": none.dtype, "device": none.device, "requires_grad": trained}
+        made = torch.Tensor._make_wrapper_subclass(cls, (*states.shape[:-1], none.shape[-1]), **how)
+        made._head, made._states, made._none, made._notes = head, states, none, notes
+        return made
+
+    # torch calls it instead of each function that is given one.
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, owner = kwargs or {}, getattr(func, "__self__", None)
+        # Attributes are functions too.
+        name = getattr(owner, "__name__", "") if func.__name__ == "__get__" else func.__name__
+        if name in _READ:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is functional.cross_entropy:
+            return _cross_entropy(*args, **kwargs)
+        own = args[0] if args else None
+        if isinstance(own, Logits):
+            if name in _RESHAPED:
+                return own._reshaped(name, args[1:], kwargs)
+            if name == "__getitem__":
+                return own._part(args[1])
+            if name in _NOTED and all(_is_number(one) for one in (*args[1:], *kwargs.values())):
+                return own._noted(lambda values: func(values, *args[1:], **kwargs))
+        _refuse(name)
+
+    # What reaches torch otherwise.
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse(str(func))
+
+    @property
+    def made_of(self) -> torch.Tensor:
+        """What the loss depends on."""
+        return self._states
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Logits(without values: {_KEY}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _noted(self, note: Note) -> "Logits":
+        return self._like(self._states, note(self._none), (*self._notes, note))
+
+    def _like(self, states: torch.Tensor, none: Optional[torch.Tensor] = None, notes: Optional[Sequence[Note]] = None) -> "Logits":
+        return Logits(self._head, states, self._none if none is None else none, self._notes if notes is None else notes, self.requires_grad)
+
+    def _reshaped(self, name: str, args: tuple, kwargs: dict[str, Any]) -> "Logits":
+        *rows, width = getattr(_shaped(*self.shape), name)(*args, **kwargs).shape
+        if width != self.shape[-1] or not rows:
+            _refuse(name)
+        return self._like(self._states.reshape(*rows, self._states.shape[-1]))
+
+    def _part(self, key: Any) -> "Logits":
+        """Some of the tokens, or of the words."""
+        key = list(key) if isinstance(key, tuple) else [key]
+        if any(one is not Ellipsis and not isinstance(one, slice) for one in key) or key.count(Ellipsis) > 1:
+            _refuse("__getitem__ with anything but slices")
+        place = key.index(Ellipsis) if Ellipsis in key else len(key)
+        full = [slice(None)] * (self.dim() - len(key) + (Ellipsis in key))
+        *rows, words = key[:place] + full + key[place + 1 :]
+        part = self._like(self._states[tuple(rows)])
+        return part if words == slice(None) else part._noted(lambda values: values[..., words])
+
+
+def _shaped(*shape: int) -> torch.Tensor:
+    """A tensor without memory. A plan counts the bytes of those on its device."""
+    return torch.empty((), device="meta").expand(shape)
+
+
+def _is_number(one: Any) -> bool:
+    return not isinstance(one, Logits) and (not isinstance(one, torch.Tensor) or one.dim() == 0)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotSupported(
+        f"{_KEY}: logits of a training forward have no values, and {what} needs them: only cross_entropy of all tokens is computed in chunks, also of logits "
+        f"that are multiplied, divided, soft-capped (tanh), converted, sliced or reshaped before: leave {_KEY} out, or compute them in model.eval()"
+    )
+
+
+def _cross_entropy(
+    input: Logits,
+    target: torch.Tensor,
+    weight: Optional[torch.Tensor] = None,
+    size_average: Optional[bool] = None,
+    ignore_index: int = -100,
+    reduce: Optional[bool] = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """torch.nn.functional.cross_entropy of logits without values."""
+    others = {"weight": weight, "size_average": size_average, "reduce": reduce}
+    if given := [name for name, value in others.items() if value is not None]:
+        _refuse(f"cross_entropy with {' and '.join(given)}")
+    if not isinstance(input, Logits) or input.dim() != 2 or target.is_floating_point():
+        _refuse("cross_entropy of anything but [tokens, words] and labels that are numbers of words")
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    # What is wrong with the arguments is PyTorch's to say.
+    functional.cross_entropy(_shaped(len(input), 1), target.to("meta"), reduction=reduction, **options)
+    # It is a call of the head, whose weights may have to come.
+    result = input._head(_Loss(input, target, reduction != "none", options))
+    if reduction != "mean":
+        return result
+    counted = (target != ignore_index).sum()
+    # Of no token it is no number, and has gradients of 0.
+    return torch.where(counted > 0, result / counted.clamp(min=1), torch.nan)
+
+
+class _Loss:
+    """What a head is given to compute a loss of its logits: their sum, or that of each token."""
+
+    def __init__(self, logits: Logits, labels: torch.Tensor, is_sum: bool, options: dict[str, Any]) -> None:
+        self._logits, self._labels, self._is_sum, self._options = logits, labels, is_sum, options
+
+    # What torch calls where a plain head is given one.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotSupported(f"{_KEY}: the run has ended, and the loss of logits of its last forward was not computed: compute it before")
+
+    def compute(self, product: Callable[..., torch.Tensor], count: int) -> torch.Tensor:
+        states, labels = self._logits._states, self._labels
+        rows = max(1, -(-len(states) // count))
+        of_chunk = functools.partial(self._of_chunk, product)
+        if torch.is_grad_enabled():
+            of_chunk = functools.partial(checkpoint.checkpoint, of_chunk, use_reentrant=False)
+        with staying():
+            results = [of_chunk(part, own) for part, own in zip(states.split(rows), labels.split(rows))]
+        return torch.stack(results).sum() if self._is_sum else torch.cat(results)
+
+    def _of_chunk(self, product: Callable[..., torch.Tensor], states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = product(states)
+        for note in self._logits._notes:
+            logits = note(logits)
+        return functional.cross_entropy(logits, labels, reduction="sum" if self._is_sum else "none", **self._options)
