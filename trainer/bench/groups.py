@@ -43,12 +43,12 @@ def main():
     parser.add_argument("--fractions", nargs="+", default=["auto"], help="of the parameters in GPU memory, for host-gpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
     parser.add_argument("--steps", type=int, help="of each row; by default fewer the more tokens a step has")
+    parser.add_argument("--repeat", type=int, default=1, help="times that each row is trained: do losses repeat in bits? (%(default)s)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
-    data = (args.out / "text.txt").resolve()
-    data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("src/**/*.rs"))) or os.urandom(16 << 20))
+    data = text_to_train(args.out)
     head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>9} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
     print(head, flush=True)
     found, differ = [], False
@@ -58,7 +58,7 @@ def main():
         # One micro-batch has no groups.
         groups = args.groups[:1] if micro_batches == 1 else args.groups
         losses = {}
-        for (place, fraction), group in itertools.product(places, groups):
+        for (place, fraction), group, _ in itertools.product(places, groups, range(args.repeat)):
             row = measure(args, env, data, place, fraction, micro_batches, group)
             row |= {"place": place, "fraction": fraction, "tokens": tokens, "asked": group}
             found.append(row)
@@ -81,30 +81,16 @@ def measure(args, env, data, place, fraction, micro_batches, group):
     directory.mkdir()
     steps = args.steps or STEPS[micro_batches]
     row = {**rows.ROWS[place], "accumulate": micro_batches}
-    run = directory / "run.toml"
-    run.write_text(rows.run_file(row, rows.MODELS[args.model], data=str(data), directory=str((directory / "run").resolve()), nvme_paths=[], steps=steps))
+    text = rows.run_file(row, rows.MODELS[args.model], data=str(data), directory=str((directory / "run").resolve()), nvme_paths=[], steps=steps)
     sets = [word for one in args.set for word in ("--set", one)]
     if fraction:
         sets += ["--set", f"offload.gpu_resident_fraction={fraction}"]
     if group != "plan":
         sets += ["--set", f"train.micro_batch_group={micro_batches if group == 'all' else group}"]
-    asked = subprocess.run([str(args.bin / "trainer"), "plan", str(run), "--json", *sets], capture_output=True, text=True, env=env, timeout=120)
     try:
-        plan = json.loads(asked.stdout)
-    except json.JSONDecodeError:
-        return {"failed": f"trainer plan: {asked.stderr.strip()[-400:]}"}
-    if not plan["fits"]:
-        return {"failed": f"the plan refuses: {plan['problems']}"}
-    metrics = directory / "run" / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
-    # The checkpoint at the end takes longer than the steps.
-    command = [args.bin / "trainer", "train", run, *sets, "--fresh"]
-    watched = watch.run(command, log=directory / "log", timeout_s=args.timeout, env=env, first_line=metrics, enough=(metrics, steps))
-    lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
-    # A checkpoint that was begun is large.
-    for made in (directory / "run").glob("*"):
-        if made.is_dir():
-            shutil.rmtree(made, ignore_errors=True)
+        plan, watched, lines = train(args.bin, env, directory, text, sets, steps, args.timeout)
+    except RowFailed as why:
+        return {"failed": str(why)}
     if len(lines) <= WARM_STEPS[micro_batches]:
         return {"failed": f"status {watched.status}: {' '.join(watched.said.split()[-60:])}"}
     step_s = statistics.median(step["step_s"] for step in lines[WARM_STEPS[micro_batches] :])
@@ -125,6 +111,47 @@ def measure(args, env, data, place, fraction, micro_batches, group):
         "losses": [step["loss"] for step in lines],
         "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
     }
+
+
+class RowFailed(Exception):
+    """Why a row was not trained."""
+
+
+def train(programs, env, directory, text, sets, steps, timeout_s, enter=None):
+    """Trains the run file `text` in `directory` until it has done `steps` steps, as the command that `enter` makes of it. Returns `trainer plan`'s answer, what was watched, and the
+    lines of metrics.jsonl."""
+    run, metrics = directory / "run.toml", directory / "run" / "metrics.jsonl"
+    run.write_text(text)
+    plan = planned(programs, env, run, sets)
+    if not plan["fits"]:
+        raise RowFailed(f"the plan refuses: {plan['problems']}")
+    metrics.unlink(missing_ok=True)
+    # The checkpoint at the end takes longer than the steps.
+    command = [programs / "trainer", "train", run, *sets, "--fresh"]
+    command = enter(command) if enter else command
+    watched = watch.run(command, log=directory / "log", timeout_s=timeout_s, env=env, first_line=metrics, enough=(metrics, steps))
+    lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
+    # A checkpoint that was begun is large.
+    for made in (directory / "run").glob("*"):
+        if made.is_dir():
+            shutil.rmtree(made, ignore_errors=True)
+    return plan, watched, lines
+
+
+def planned(programs, env, run, words):
+    """What `trainer plan` says of a run file."""
+    asked = subprocess.run([str(programs / "trainer"), "plan", str(run), "--json", *words], capture_output=True, text=True, env=env, timeout=120)
+    try:
+        return json.loads(asked.stdout)
+    except json.JSONDecodeError:
+        raise RowFailed(f"trainer plan: {asked.stderr.strip()[-400:]}") from None
+
+
+def text_to_train(directory):
+    """The sources of the programs as a text, or random bytes."""
+    data = (directory / "text.txt").resolve()
+    data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("*/src/**/*.rs"))) or os.urandom(16 << 20))
+    return data
 
 
 def line(row):

@@ -14,6 +14,7 @@ MODELS = {
     "13b": {"hidden": 5120, "layers": 40, "heads": 40, "ff": 13824, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     # Qwen3-32B's shape without its norms of heads: 32.8 G parameters.
     "32b": {"hidden": 5120, "layers": 64, "heads": 64, "kv_heads": 8, "head_dim": 128, "ff": 25600, "vocab": 151936, "seq": 2048, "micro": 8, "threads": None},
+    "70b": {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ff": 28672, "vocab": 32000, "seq": 2048, "micro": 8, "threads": None},
     "tiny": {"hidden": 256, "layers": 8, "heads": 4, "ff": 704, "vocab": 256, "seq": 128, "micro": 2, "threads": 2},
 }
 
@@ -204,7 +205,7 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
             offload["resident_fraction"] = row["resident_fraction"]
         if row["commit"] is not None:
             offload["commit_every"] = row["commit"]
-    elif row["param"] == CPU and ranks == 1:
+    elif row["param"] == CPU:
         offload["gpu_resident_fraction"] = row.get("gpu_fraction", 0)
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
     train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": directory}

@@ -53,3 +53,16 @@ def test_the_packages_rows_start(tmp_path, mode):
     done = subprocess.run([*map(str, command), *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+def test_a_step_of_all_layers_is_computed_from_steps_of_some(tmp_path):
+    (tmp_path / "drive").mkdir()
+    out = tmp_path / "out"
+    command = [BENCH / "layers.py", "--bin", ROOT / "target/debug", "--model", "tiny", "--layers", 1, 3, "--steps", 3, "--out", out]
+    done = subprocess.run([sys.executable, *map(str, command), "--directory", str(tmp_path / "drive")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "layers.json").read_text())
+    first, last = found["measured"]
+    assert [first["layers"], last["layers"]] == [1, 3] and last["parameters"] > first["parameters"]
+    assert found["computed"]["step_s"] == pytest.approx(first["step_s"] + 7 * (last["step_s"] - first["step_s"]) / 2)
+    assert found["computed"]["layers"] == 8 and "8 layers, computed: " in done.stdout
