@@ -13,6 +13,8 @@ import os
 import pathlib
 import time
 
+import energy
+
 
 def settings(mode, directory, hidden, micro, accumulate, stage=3, buckets="auto", super_offload=False):
     """A configuration of the published kind, with buffers as large as this model needs."""
@@ -129,6 +131,7 @@ def main():
     times, moved = [], []
     first = torch.distributed.get_rank() == 0
     with open(a.out / "metrics.jsonl" if first else os.devnull, "w") as lines:
+        meter = energy.of_this_process(engine.device)
         for step in range(1, a.steps + 1):
             before, start = disk_bytes(), time.perf_counter()
             for _ in range(a.accumulate):
@@ -139,7 +142,9 @@ def main():
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
             moved.append([after - old for after, old in zip(disk_bytes(), before)])
-            line = {"step": step, "loss": loss.item(), "step_s": times[-1]} | ({"started_s": time.time() - began} if step == 1 else {})
+            line = {"step": step, "loss": loss.item(), "step_s": times[-1], "gpu_energy_j": meter.joules_since_last()} | (
+                {"started_s": time.time() - began} if step == 1 else {}
+            )
             lines.write(json.dumps(line) + "\n")
             lines.flush()
     steady = sorted(range(1, len(times)), key=times.__getitem__)

@@ -14,6 +14,8 @@ import os
 import pathlib
 import time
 
+import energy
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +79,7 @@ def main():
     times = []
     first = torch.distributed.get_rank() == 0
     with open(a.out / "metrics.jsonl" if first else os.devnull, "w") as lines:
+        meter = energy.of_this_process("cuda")
         for step in range(1, a.steps + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -88,7 +91,9 @@ def main():
             optimizer.zero_grad()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-            line = {"step": step, "loss": loss.item(), "step_s": times[-1]} | ({"started_s": time.time() - began} if step == 1 else {})
+            line = {"step": step, "loss": loss.item(), "step_s": times[-1], "gpu_energy_j": meter.joules_since_last()} | (
+                {"started_s": time.time() - began} if step == 1 else {}
+            )
             lines.write(json.dumps(line) + "\n")
             lines.flush()
     steady = sorted(times[1:])

@@ -21,6 +21,7 @@ import os
 import pathlib
 import time
 
+import energy
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -210,6 +211,7 @@ def main():
 
     a.out.mkdir(parents=True, exist_ok=True)
     lines, source, times = open(a.out / "metrics.jsonl", "w"), batches(a, device), []
+    meter = energy.of_this_process(device)
     for step in range(1, a.steps + 1):
         wait()
         start, loss = time.perf_counter(), 0.0
@@ -228,7 +230,7 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         wait()
         times.append(time.perf_counter() - start)
-        line = {"step": step, "loss": float(loss), "grad_norm": float(total), "step_s": times[-1]}
+        line = {"step": step, "loss": float(loss), "grad_norm": float(total), "step_s": times[-1], "gpu_energy_j": meter.joules_since_last()}
         if step == 1:
             line["started_s"] = time.time() - began
         lines.write(json.dumps(line) + "\n")

@@ -13,6 +13,8 @@ import pathlib
 import sys
 import time
 
+import energy
+
 HERE = pathlib.Path(__file__).resolve().parent
 
 
@@ -94,6 +96,7 @@ def main():
         if rank == 0:
             print(run.describe(), flush=True)
         torch.manual_seed(rank)
+        meter = energy.of_this_process(device)
         for step in range(1, a.steps + 1):
             wait()
             start = time.perf_counter()
@@ -110,6 +113,7 @@ def main():
             # Of the host's calls: forward's ends before the GPU has computed, backward's after.
             python.append((forward_s, backward_s))
             line = {"step": step, "loss": loss.item(), "grad_norm": float(norm), "step_s": times[-1], "forward_s": forward_s, "backward_s": backward_s}
+            line["gpu_energy_j"] = meter.joules_since_last()
             lines.write(json.dumps(line | ({"started_s": time.time() - began} if step == 1 else {})) + "\n")
             lines.flush()
     steady = sorted(range(min(2, len(times) - 1), len(times)), key=times.__getitem__)

@@ -26,6 +26,7 @@ COLUMNS = [
     "start s",
     "host GiB",
     "GPU GiB",
+    "J/token",
     "commit",
 ]
 
@@ -47,7 +48,7 @@ def table(found):
         "",
         "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
         "the same run, and the row's own time of computing. of the bound: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
-        "host: PSS of trainer and daemon. Blank: not measured, or not kept. Devices and what a row trains:",
+        "host: PSS of trainer and daemon. J/token: of the GPUs, by their counters, medians of steps. Blank: not measured, or not kept. Devices and what a row trains:",
         "",
     ]
     shown = {row["row"]: row.get("says", "") for row in found}
@@ -78,6 +79,7 @@ def cells(row, found):
         number("start_s", 1),
         number("host_bytes", 1, 2**30),
         number("gpu_bytes", 1, 2**30),
+        number("joules_per_token", 4),
         row["commit"],
     ]
 

@@ -198,12 +198,14 @@ class Table:
         steady = steps[WARM_STEPS:]
         middle = lambda key: statistics.median(step.get(key, 0) for step in steady)
         step_s, compute_s = middle("step_s"), middle("forward_s") + middle("backward_s")
+        joules = middle_joules(steady)
         plan = self.plan(directory, ranks)
         per_step = 6 * plan["parameters"] * plan["tokens_per_step"]
         found = {
             "step_s": step_s,
             "tokens_per_s": plan["tokens_per_step"] / step_s,
             "tflops": per_step / step_s / 1e12,
+            **({"joules_per_token": joules / plan["tokens_per_step"]} if joules else {}),
             "ranks": ranks,
             "read_bytes": middle("device_read_bytes"),
             "written_bytes": middle("device_written_bytes"),
@@ -264,13 +266,16 @@ class Table:
             raise RowFailed(why_it_failed(watched))
         found, model = json.loads(last), rows.MODELS[self.args.model]
         tokens = model["seq"] * model["micro"] * ranks
-        first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        # The first process has a GPU of its own, and the others as much work.
+        joules = middle_joules(steps[WARM_STEPS:])
         return {
             **found,
             "ranks": ranks,
             "tokens_per_s": tokens / found["step_s"],
             "tflops": 6 * found["params"] * tokens / found["step_s"] / 1e12,
-            "start_s": (watched.first_line_at or 0) - first["step_s"],
+            **({"joules_per_token": joules * ranks / tokens} if joules else {}),
+            "start_s": (watched.first_line_at or 0) - steps[0]["step_s"],
             "host_bytes": watched.host_bytes,
             "gpu_bytes": watched.gpu_bytes,
         }
@@ -323,6 +328,12 @@ class Table:
             "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
             f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step",
         }
+
+
+def middle_joules(steps):
+    """The median of the GPUs' joules in a step; None where some step has none."""
+    joules = [step.get("gpu_energy_j") for step in steps]
+    return statistics.median(joules) if joules and None not in joules else None
 
 
 def why_it_failed(watched):

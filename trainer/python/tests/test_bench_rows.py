@@ -11,7 +11,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 BENCH = ROOT / "trainer/bench"
 sys.path.append(str(BENCH))
 
+import energy  # noqa: E402
 import rows  # noqa: E402
+import table  # noqa: E402
 
 MACHINE = ["--gpu-memory", "139GiB", "--host-memory", "1TiB", "--cores", "16", "--drives", "4x6.2GB/s:3.2GB/s"]
 
@@ -66,3 +68,31 @@ def test_a_step_of_all_layers_is_computed_from_steps_of_some(tmp_path):
     assert [first["layers"], last["layers"]] == [1, 3] and last["parameters"] > first["parameters"]
     assert found["computed"]["step_s"] == pytest.approx(first["step_s"] + 7 * (last["step_s"] - first["step_s"]) / 2)
     assert found["computed"]["layers"] == 8 and "8 layers, computed: " in done.stdout
+
+
+class CountingGpu:
+    """NVML, of which one GPU counts."""
+
+    counts, refuses = [1_000, 251_500, 400_000], False
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, device):
+        return 0 if uuid == b"GPU-12" else 6
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, device, count):
+        count._obj.value = self.counts.pop(0)
+        return 3 if self.refuses else 0
+
+
+def test_the_energy_of_a_gpu_is_counted_between_readings():
+    gpu = CountingGpu()
+    meter = energy.GpuEnergy("12", gpu)
+    assert [meter.joules_since_last() for _ in range(2)] == [250.5, 148.5]
+    gpu.counts, gpu.refuses = [0], True
+    assert meter.joules_since_last() is None
+    assert energy.GpuEnergy("13", CountingGpu()).joules_since_last() is None
+    steps = [{"gpu_energy_j": joules} for joules in (9.0, 1.0, 2.0)]
+    assert table.middle_joules(steps) == 2.0 and table.middle_joules([]) is None
+    assert table.middle_joules([*steps, {"step_s": 1.0}]) is None
