@@ -2,6 +2,7 @@
 (offloadd/support/src/energy.rs)."""
 
 import ctypes
+import statistics
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -37,3 +38,9 @@ def of_this_process(device):
     import torch
 
     return GpuEnergy(torch.cuda.get_device_properties(device).uuid if torch.device(device).type == "cuda" else "")
+
+
+def middle_joules(steps):
+    """The median of the GPUs' joules in a step; None where some step has none."""
+    joules = [step.get("gpu_energy_j") for step in steps]
+    return statistics.median(joules) if joules and None not in joules else None

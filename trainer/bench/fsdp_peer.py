@@ -27,14 +27,8 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     # Without torchrun one process, as it would describe it, with all processors for the optimizer.
-    for name, value in {
-        "OMP_NUM_THREADS": str(os.cpu_count()),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29514",
-    }.items():
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
+    for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), **alone}.items():
         os.environ.setdefault(name, value)
     began = time.time()
     import torch

@@ -118,8 +118,8 @@ class RowFailed(Exception):
 
 
 def train(programs, env, directory, text, sets, steps, timeout_s, enter=None):
-    """Trains the run file `text` in `directory` until it has done `steps` steps, as the command that `enter` makes of it. Returns `trainer plan`'s answer, what was watched, and the
-    lines of metrics.jsonl."""
+    """Trains the run file `text` in `directory` until it has done `steps` steps, as the command that `enter` makes of it. Returns
+    `trainer plan`'s answer, what was watched, and the lines of metrics.jsonl."""
     run, metrics = directory / "run.toml", directory / "run" / "metrics.jsonl"
     run.write_text(text)
     plan = planned(programs, env, run, sets)

@@ -31,6 +31,7 @@ import time
 import mixed
 import testdrives
 import results
+import energy
 import rows
 import watch
 
@@ -198,7 +199,7 @@ class Table:
         steady = steps[WARM_STEPS:]
         middle = lambda key: statistics.median(step.get(key, 0) for step in steady)
         step_s, compute_s = middle("step_s"), middle("forward_s") + middle("backward_s")
-        joules = middle_joules(steady)
+        joules = energy.middle_joules(steady)
         plan = self.plan(directory, ranks)
         per_step = 6 * plan["parameters"] * plan["tokens_per_step"]
         found = {
@@ -268,7 +269,7 @@ class Table:
         tokens = model["seq"] * model["micro"] * ranks
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         # The first process has a GPU of its own, and the others as much work.
-        joules = middle_joules(steps[WARM_STEPS:])
+        joules = energy.middle_joules(steps[WARM_STEPS:])
         return {
             **found,
             "ranks": ranks,
@@ -328,12 +329,6 @@ class Table:
             "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
             f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step",
         }
-
-
-def middle_joules(steps):
-    """The median of the GPUs' joules in a step; None where some step has none."""
-    joules = [step.get("gpu_energy_j") for step in steps]
-    return statistics.median(joules) if joules and None not in joules else None
 
 
 def why_it_failed(watched):

@@ -13,7 +13,6 @@ sys.path.append(str(BENCH))
 
 import energy  # noqa: E402
 import rows  # noqa: E402
-import table  # noqa: E402
 
 MACHINE = ["--gpu-memory", "139GiB", "--host-memory", "1TiB", "--cores", "16", "--drives", "4x6.2GB/s:3.2GB/s"]
 
@@ -94,5 +93,5 @@ def test_the_energy_of_a_gpu_is_counted_between_readings():
     assert meter.joules_since_last() is None
     assert energy.GpuEnergy("13", CountingGpu()).joules_since_last() is None
     steps = [{"gpu_energy_j": joules} for joules in (9.0, 1.0, 2.0)]
-    assert table.middle_joules(steps) == 2.0 and table.middle_joules([]) is None
-    assert table.middle_joules([*steps, {"step_s": 1.0}]) is None
+    assert energy.middle_joules(steps) == 2.0 and energy.middle_joules([]) is None
+    assert energy.middle_joules([*steps, {"step_s": 1.0}]) is None
