@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Result;
+use offload_support::nvidia::NvidiaGpus;
 use offload_support::outln;
 use offload_support::units::CountOf;
 use offloadd::check::check;
@@ -37,7 +38,12 @@ pub(crate) fn run(
     for path in &mut paths {
         *path = std::path::absolute(&*path)?;
     }
-    findings.extend(examine(&Roots::default(), config.as_ref(), &paths));
+    findings.extend(examine(
+        &Roots::default(),
+        NvidiaGpus::of_this_machine(),
+        config.as_ref(),
+        &paths,
+    ));
     let worst = worst(&findings);
     if as_json {
         let found: Vec<_> = findings.iter().map(to_json).collect();

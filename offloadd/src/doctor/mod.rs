@@ -3,17 +3,20 @@
 //! ```text
 //!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors
 //!   drives ── the place of each device: file system, free space, direct I/O
-//!   links ── PCIe links of GPUs and NVMe drives, GPU drivers, the drives' schedulers
+//!   links ── PCIe links of GPUs and NVMe drives, GPU drivers, the drives' schedulers      gpus ── what NVIDIA's driver says of them
 //! ```
 //!
 //! Nothing is changed. Files of the kernel are read below [`Roots`], so that tests can describe machines.
 
 use std::path::{Path, PathBuf};
 
+use offload_support::nvidia::NvidiaGpus;
+
 use crate::config::Config;
 use crate::findings::Finding;
 
 mod drives;
+mod gpus;
 mod kernel;
 mod links;
 mod memory;
@@ -63,8 +66,13 @@ pub fn huge_pages(roots: &Roots) -> Option<String> {
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Checks the machine and `paths`, which are devices or directories for them.
-pub fn examine(roots: &Roots, config: Option<&Config>, paths: &[PathBuf]) -> Vec<Finding> {
+/// Checks the machine, `nvidia`'s GPUs, and `paths`, which are devices or directories for them.
+pub fn examine(
+    roots: &Roots,
+    nvidia: Option<NvidiaGpus>,
+    config: Option<&Config>,
+    paths: &[PathBuf],
+) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
     findings.extend(kernel::engines(roots));
     findings.push(kernel::huge_pages(roots));
@@ -75,6 +83,7 @@ pub fn examine(roots: &Roots, config: Option<&Config>, paths: &[PathBuf]) -> Vec
     findings.push(memory::descriptors(config));
     findings.extend(drives::examine(roots, paths));
     findings.extend(links::examine(roots));
+    findings.extend(gpus::examine(nvidia));
     findings
 }
 
@@ -121,7 +130,7 @@ mod tests {
     fn a_machine_that_says_nothing_is_no_reason_to_panic() {
         let machine = Machine::new(&[], &[]);
         let dir = tempfile::tempdir().unwrap();
-        let found = examine(&machine.roots, None, &[dir.path().to_owned()]);
+        let found = examine(&machine.roots, None, None, &[dir.path().to_owned()]);
         assert!(found.len() > 6, "{found:?}");
     }
 }

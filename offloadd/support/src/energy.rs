@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
-use nvml_wrapper::{Device, Nvml};
+use nvml_wrapper::Device;
+
+use crate::nvidia::nvml;
 
 /// Where the kernel lists what counts energy. Since 2020 only root may read the counters.
 const POWERCAP: &str = "/sys/class/powercap";
@@ -13,7 +14,8 @@ const POWERCAP: &str = "/sys/class/powercap";
 #[derive(Debug, Default)]
 pub struct EnergyMeter {
     gpu: Option<(Device<'static>, u64)>,
-    processors: Vec<Package>,
+    /// `None` if one of them cannot be read.
+    processors: Option<Vec<Package>>,
 }
 
 /// Joules since the last reading; `None` where there is no counter, or it cannot be read.
@@ -44,10 +46,9 @@ impl EnergyMeter {
         };
         Self {
             gpu: gpu(),
-            processors: match with_processors {
-                true => packages(Path::new(POWERCAP)),
-                false => Vec::new(),
-            },
+            processors: with_processors
+                .then(|| packages(Path::new(POWERCAP)))
+                .flatten(),
         }
     }
 
@@ -56,50 +57,33 @@ impl EnergyMeter {
         let gpu = self.gpu.as_mut().and_then(|(gpu, last)| {
             let now = gpu.total_energy_consumption().ok()?;
             // It begins again with the driver.
-            let millijoules = now.saturating_sub(std::mem::replace(last, now));
+            let millijoules = now.checked_sub(std::mem::replace(last, now))?;
             Some(millijoules as f64 / 1e3)
         });
-        let parts: Option<Vec<f64>> = self
-            .processors
-            .iter_mut()
-            .map(Package::joules_since_last)
-            .collect();
+        let parts = self.processors.as_mut().and_then(|packages| {
+            let parts = packages.iter_mut().map(Package::joules_since_last);
+            parts.collect::<Option<Vec<f64>>>()
+        });
         Joules {
             gpu,
-            processors: parts
-                .filter(|all| !all.is_empty())
-                .map(|all| all.iter().sum()),
+            processors: parts.map(|all| all.iter().sum()),
         }
     }
 }
 
-/// NVIDIA's library, opened once; `None` without its driver.
-fn nvml() -> Option<&'static Nvml> {
-    static NVML: OnceLock<Option<Nvml>> = OnceLock::new();
-    NVML.get_or_init(|| {
-        // The name that drivers install; the library's default is the one of the development package.
-        let library = Path::new("libnvidia-ml.so.1").as_os_str();
-        Nvml::builder().lib_path(library).init().ok()
-    })
-    .as_ref()
-}
-
-/// The counters of whole processors, `intel-rapl:0` and so on (AMD's have the same name), that this process may read.
-fn packages(powercap: &Path) -> Vec<Package> {
-    let Ok(entries) = fs::read_dir(powercap) else {
-        return Vec::new();
+/// The counters of whole processors, whose names begin with "package" (AMD's too), beside those of their parts and of all of a laptop.
+/// `None` if there are none, or one cannot be read.
+fn packages(powercap: &Path) -> Option<Vec<Package>> {
+    let is_whole = |dir: &Path| {
+        let name = fs::read_to_string(dir.join("name"));
+        name.is_ok_and(|name| name.starts_with("package"))
     };
-    let whole = entries.flatten().filter(|entry| {
-        let name = entry.file_name();
-        let number = name
-            .to_str()
-            .and_then(|name| name.strip_prefix("intel-rapl:"));
-        // Parts of a processor are "intel-rapl:0:1".
-        number.is_some_and(|number| number.parse::<u32>().is_ok())
-    });
-    whole
-        .filter_map(|entry| Package::open(&entry.path()))
-        .collect()
+    let dirs = fs::read_dir(powercap).ok()?.flatten();
+    let whole = dirs.map(|entry| entry.path()).filter(|dir| is_whole(dir));
+    let packages: Vec<Package> = whole
+        .map(|dir| Package::open(&dir))
+        .collect::<Option<_>>()?;
+    (!packages.is_empty()).then_some(packages)
 }
 
 fn number(path: &Path) -> Option<u64> {
@@ -134,34 +118,38 @@ mod tests {
     #[test]
     fn processors_are_counted_once_and_across_the_end_of_their_counters() {
         let dir = tempfile::tempdir().unwrap();
-        let set = |name: &str, joules: u64| {
-            let of = dir.path().join(name);
+        let set = |zone: &str, name: &str, joules: u64| {
+            let of = dir.path().join(zone);
             fs::create_dir_all(&of).unwrap();
+            fs::write(of.join("name"), format!("{name}\n")).unwrap();
             fs::write(of.join("energy_uj"), format!("{}\n", joules * 1_000_000)).unwrap();
             fs::write(of.join("max_energy_range_uj"), "262143000000\n").unwrap();
         };
-        for (name, joules) in [
-            ("intel-rapl", 7),
-            ("intel-rapl:0", 100),
-            ("intel-rapl:1", 262_140),
-            ("intel-rapl:0:0", 60),
+        fs::create_dir_all(dir.path().join("intel-rapl")).unwrap();
+        for (zone, name, joules) in [
+            ("intel-rapl:0", "package-0", 100),
+            ("intel-rapl:1", "package-1", 262_140),
+            ("intel-rapl:0:0", "dram", 60),
+            ("intel-rapl:2", "psys", 400),
         ] {
-            set(name, joules);
+            set(zone, name, joules);
         }
         let mut meter = EnergyMeter {
             gpu: None,
             processors: packages(dir.path()),
         };
-        assert_eq!(meter.processors.len(), 2);
+        assert_eq!(meter.processors.as_ref().unwrap().len(), 2);
         assert_eq!(meter.joules_since_last().processors, Some(0.0));
-        set("intel-rapl:0", 130);
-        set("intel-rapl:1", 5);
-        set("intel-rapl:0:0", 90);
+        set("intel-rapl:0", "package-0", 130);
+        set("intel-rapl:1", "package-1", 5);
+        set("intel-rapl:0:0", "dram", 90);
+        set("intel-rapl:2", "psys", 500);
         let found = meter.joules_since_last();
         assert_eq!((found.gpu, found.processors), (None, Some(30.0 + 8.0)));
         // A counter that cannot be read any more is not a machine that takes no energy.
         fs::remove_file(dir.path().join("intel-rapl:1/energy_uj")).unwrap();
         assert_eq!(meter.joules_since_last().processors, None);
+        assert!(packages(dir.path()).is_none());
     }
 
     #[test]

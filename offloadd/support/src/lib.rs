@@ -10,6 +10,7 @@
 //! - `documents`: manual pages and completions of a program, with the feature of this name;
 //! - [`signals`]: signals that a program was started to ignore, or survives;
 //! - [`energy`]: joules of a GPU and of processors, by their counters;
+//! - [`nvidia`]: what NVIDIA's driver says of this machine's GPUs;
 //! - [`memory`]: how much memory this process may use, by the machine and its control groups.
 //!
 //! The crate depends on no other crate of the workspace and knows nothing of tiles.
@@ -23,6 +24,7 @@ pub mod console;
 pub mod documents;
 pub mod energy;
 pub mod memory;
+pub mod nvidia;
 pub mod paths;
 pub mod pcie;
 pub mod plain_log;
