@@ -251,12 +251,24 @@ impl Layout {
                 }
             }
         }
-        if layout.table.is_empty() {
-            return refuse(format!(
-                "the model is too small for {ranks} ranks on several nodes: tiles of {tile_elems} elements leave none to ranks {local:?}: use fewer nodes, or smaller tiles (the trainer's offload.tile_elems)"
-            ));
-        }
         Ok(layout)
+    }
+
+    /// Refuses a node whose ranks, `local` of `ranks`, have no tiles at all: a store needs some. `tile_elems` is what the layout was cut with.
+    pub(crate) fn check_node(
+        &self,
+        tile_elems: u64,
+        ranks: u32,
+        local: Range<u32>,
+    ) -> Result<(), SwapperError> {
+        if !self.table.is_empty() {
+            return Ok(());
+        }
+        Err(SwapperError::Settings {
+            what: format!(
+                "the model is too small for {ranks} ranks on several nodes: tiles of {tile_elems} elements leave none to ranks {local:?}: use fewer nodes, or smaller tiles (the trainer's offload.tile_elems)"
+            ),
+        })
     }
 
     /// The ranges of each unit, as indices into [`Layout::ranges`].
@@ -541,7 +553,8 @@ mod tests {
             found.sort_by_key(key);
             assert_eq!(found, all.table(), "{nodes:?}");
         }
-        let error = Layout::of_node(&shapes(&[8192]), 8192, 1, 2, 1..2).unwrap_err();
+        let layout = Layout::of_node(&shapes(&[8192]), 8192, 1, 2, 1..2).unwrap();
+        let error = layout.check_node(8192, 2, 1..2).unwrap_err();
         assert!(
             error.to_string().contains("the model is too small"),
             "{error}"

@@ -220,7 +220,12 @@ impl SwapperSettings {
     /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
         let (rank, ranks) = (self.rank, self.ranks);
-        Layout::of_node(&self.units, self.tile_elems, rank, ranks, self.local())
+        let layout = Layout::of_node(&self.units, self.tile_elems, rank, ranks, self.local())?;
+        // In memory, a node may have none: one of two parts of the units may be small.
+        if let Backing::Store(_) = self.backing {
+            layout.check_node(self.tile_elems, ranks, self.local())?;
+        }
+        Ok(layout)
     }
 
     /// Ranks on this node.

@@ -151,3 +151,25 @@ fn each_of_several_ranks_keeps_its_part_of_what_stays() {
     two.check().unwrap();
     assert!(plan_of(2, json!("auto"), 139).lives_in_gpu());
 }
+
+#[test]
+fn parts_that_are_small_are_cut_on_every_node() {
+    // Of a block, later nodes have no tile; of the embedding all have.
+    let changes = [
+        (FRACTION, json!(0.9)),
+        ("model.vocab_size", json!(128_256)),
+        ("model.hidden_size", json!(512)),
+        ("model.intermediate_size", json!(1024)),
+        ("model.num_hidden_layers", json!(2)),
+    ];
+    let mut settings = large("cpu", "cpu", &changes);
+    (settings.ranks, settings.local_ranks) = (32, 8);
+    let plan = Plan::new(&settings, known_h200(&settings, None)).expect("a plan");
+    assert!(plan.in_gpu.contains(&true) && plan.in_gpu.contains(&false));
+    for (rank, local) in [(0, 0..8), (31, 24..32)] {
+        for mut part in [plan.streamed(), plan.kept_in_gpu()] {
+            (part.rank, part.node_ranks) = (rank, Some(local.clone()));
+            part.cut().unwrap();
+        }
+    }
+}
