@@ -311,27 +311,31 @@ impl PreparedRun {
     /// # Errors
     /// A rank is gone.
     pub fn agree(&mut self) -> Result<(), RunError> {
+        // Each group gathers all units from all ranks. From here on the group is given, so that no later choice changes it.
+        let groups = self.ranks.numbers([self.plan.micro_batch_group as u64])?;
+        let groups = groups.iter().map(|[group]| *group as usize);
+        let group = groups.min().expect("there is a rank");
+        self.settings.train.micro_batch_group = Some(group);
+        if group < self.plan.micro_batch_group {
+            self.plan_again()?;
+        }
         let whys = self.ranks.messages(self.plan.why_no_copy().into())?;
         let without = whys.iter().position(|why| !why.is_empty());
         if let Some(rank) = without.filter(|_| self.plan.copy_bytes > 0) {
-            let mut settings = self.settings.clone();
-            settings.offload.shard = ShardChoice::All;
-            self.plan = plan_of(&settings, self.plan.hardware.clone(), &self.site)?;
+            self.settings.offload.shard = ShardChoice::All;
+            self.plan_again()?;
             let node = self.ranks.node_of(rank as u32);
             let why = String::from_utf8_lossy(&whys[rank]);
             self.plan.choose_no_copy(format!("node {node}: {why}"));
         }
-        // Each group gathers all units from all ranks.
-        let groups = self.ranks.numbers([self.plan.micro_batch_group as u64])?;
-        let least = groups.iter().map(|[group]| *group as usize).min();
-        if let Some(group) = least.filter(|&group| group < self.plan.micro_batch_group) {
-            self.settings.train.micro_batch_group = Some(group);
-            let hardware = self.plan.hardware.clone();
-            self.plan = plan_of(&self.settings, hardware, &self.site)?;
-        }
         let every = self.plan.swapper.commit_every;
         let [every] = self.ranks.numbers([every])?[0];
         self.plan.swapper.commit_every = every;
+        Ok(())
+    }
+
+    fn plan_again(&mut self) -> Result<(), RunError> {
+        self.plan = plan_of(&self.settings, self.plan.hardware.clone(), &self.site)?;
         Ok(())
     }
 

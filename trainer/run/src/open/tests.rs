@@ -2,19 +2,29 @@
 
 use std::sync::{Arc, Mutex};
 
-use serde_json::json;
+use serde_json::{Value, json};
+use tempfile::TempDir;
 use training_state::ranks::{Group, GroupError};
 
 use super::*;
 use crate::config::check;
 
-/// The call in which ranks tell each other their group: after why they keep no copy, in two calls.
-const GROUP_CALL: usize = 2;
+/// What the other rank says in each of some calls; in the others the same as this one.
+type Says = Vec<(usize, Vec<u8>)>;
 
-/// The first of two ranks, whose other says the same but for its group of micro-batches.
+/// The first of two ranks.
 struct WithOther {
-    group: u64,
+    says: Says,
     calls: Mutex<usize>,
+}
+
+impl WithOther {
+    fn saying(says: Says) -> Arc<Self> {
+        Arc::new(Self {
+            says,
+            calls: Mutex::new(0),
+        })
+    }
 }
 
 impl Group for WithOther {
@@ -28,39 +38,78 @@ impl Group for WithOther {
 
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
         let mut calls = self.calls.lock().unwrap();
+        let said = self.says.iter().find(|(call, _)| call == &*calls);
         *calls += 1;
-        let other = match *calls - 1 {
-            GROUP_CALL => self.group.to_le_bytes().to_vec(),
-            _ => own.to_vec(),
-        };
+        let mut other = said.map_or(own.to_vec(), |(_, bytes)| bytes.clone());
+        // All say as much as the longest.
+        other.resize(own.len().max(other.len()), 0);
         Ok(vec![own.to_vec(), other])
     }
 }
 
-#[test]
-fn ranks_take_the_smallest_group_of_micro_batches() {
-    let dir = tempfile::tempdir().unwrap();
-    let tree = json!({
+fn tree(dir: &TempDir) -> Value {
+    json!({
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
         "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
         "model": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
             "num_hidden_layers": 2, "num_attention_heads": 2},
         "data": {"files": ["text"]},
+        "offload": {"tile_elems": 4096},
         "train": {"steps": 1, "seq_len": 64, "run_dir": dir.path().join("run"), "device": "cpu"},
-    });
-    for (other, agreed) in [(8, 8), (4, 4), (1, 1), (16, 8)] {
-        let settings = check(tree.clone(), "test", Some(2)).unwrap();
-        let other = WithOther {
-            group: other,
-            calls: Mutex::new(0),
-        };
-        let site = Site {
-            ranks: Ranks::new(Arc::new(other)),
-            ..Site::alone(dir.path()).unwrap()
-        };
-        let mut prepared = PreparedRun::new(settings, &StartPoint::Fresh, site).unwrap();
-        prepared.agree().unwrap();
-        assert_eq!(prepared.plan.micro_batch_group, agreed);
+    })
+}
+
+/// The plan that a rank makes with the other, which says something else in some calls of `agree`.
+fn agreed(dir: &TempDir, nodes: u32, says: Says) -> (Plan, Plan) {
+    let mut settings = check(tree(dir), "test", Some(2)).unwrap();
+    settings.local_ranks = 2 / nodes;
+    // Ranks tell each other their nodes first.
+    let before = usize::from(nodes > 1);
+    let says = says.into_iter().map(|(call, bytes)| (call + before, bytes));
+    let group = WithOther::saying(says.collect());
+    let ranks = match nodes {
+        1 => Ranks::new(group),
+        _ => Ranks::on_nodes(group, 0, 1).unwrap(),
+    };
+    let site = Site {
+        ranks,
+        ..Site::alone(dir.path()).unwrap()
+    };
+    let mut prepared = PreparedRun::new(settings, &StartPoint::Fresh, site).unwrap();
+    let own = prepared.plan.clone();
+    prepared.agree().unwrap();
+    (own, prepared.plan)
+}
+
+fn group(size: u64) -> (usize, Vec<u8>) {
+    (0, size.to_le_bytes().to_vec())
+}
+
+#[test]
+fn ranks_take_the_smallest_group_of_micro_batches() {
+    let dir = tempfile::tempdir().unwrap();
+    for (other, size) in [(8, 8), (4, 4), (1, 1), (16, 8)] {
+        let (_, plan) = agreed(&dir, 1, vec![group(other)]);
+        assert_eq!(plan.micro_batch_group, size);
+    }
+}
+
+#[test]
+fn a_smaller_group_brings_no_copy_back_for_which_another_node_has_no_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let no_room = b"no room".to_vec();
+    let why = [
+        (1, (no_room.len() as u64).to_le_bytes().to_vec()),
+        (2, no_room),
+    ];
+    for other in [8, 4] {
+        let (own, plan) = agreed(&dir, 2, [vec![group(other)], why.to_vec()].concat());
+        assert!(own.copy_bytes > 0, "alone, it keeps a copy");
+        assert_eq!(
+            (plan.copy_bytes, plan.micro_batch_group),
+            (0, other as usize)
+        );
+        assert!(plan.why_no_copy().contains("no room"));
     }
 }

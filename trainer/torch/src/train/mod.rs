@@ -204,6 +204,15 @@ fn run_to_its_end(
         _ => None,
     };
     let keeps_copy = prepared.plan.copy_bytes > 0;
+    comm.same_everywhere(
+        "whether nodes keep a copy of the parameters (offload.shard)",
+        &keeps_copy.to_string(),
+    )?;
+    let group = prepared.plan.micro_batch_group.to_string();
+    comm.same_everywhere(
+        "the group of micro-batches (train.micro_batch_group)",
+        &group,
+    )?;
     let node = keeps_copy.then(|| NodeRanks::connect(comm, prepared.gpu.as_ref()));
     let node = node.transpose()?;
     let (stepper, memory) = ranks.on_all_ranks("taking memory to compute in", || {
