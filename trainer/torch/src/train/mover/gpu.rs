@@ -164,8 +164,8 @@ pub(in crate::train) struct GpuBuffers {
     elem_bytes: usize,
     buffers: Buffers,
     copies: Option<Copies>,
-    /// Whether tiles in the GPU's memory were written since they were last gathered.
-    tiles_changed: bool,
+    /// The event after which tiles in the GPU's memory have their newest update, until the first gather from them waits for it.
+    tiles_updated: Option<Event>,
     /// Collective operations, for a timeline.
     collectives: EnqueuedWork,
 }
@@ -197,7 +197,7 @@ impl GpuBuffers {
             copies: shards.keeps_copies().then(copies).transpose()?,
             buffers: Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?,
             sums: Sums::new(engine, gpu, master, shards)?,
-            tiles_changed: true,
+            tiles_updated: None,
             collectives: EnqueuedWork::new(Track::Collective),
         })
     }
@@ -238,9 +238,8 @@ impl GpuBuffers {
         }
         self.claim_buffer(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
-        if std::mem::take(&mut self.tiles_changed) {
-            // The update runs there.
-            between.wait(&self.sums.compute.record()?)?;
+        if let Some(updated) = self.tiles_updated.take() {
+            between.wait(&updated)?;
         }
         let bytes = shards.own(unit).len() * self.elem_bytes;
         let own = shards.own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
@@ -289,13 +288,17 @@ impl GpuBuffers {
     }
 
     /// Notes that the units' update is enqueued: the node's copies are out of date, and gathers follow it.
-    pub(in crate::train) fn updated(&mut self) {
-        self.tiles_changed = true;
+    ///
+    /// # Errors
+    /// The GPU fails.
+    pub(in crate::train) fn updated(&mut self) -> Result<(), TrainError> {
+        self.tiles_updated = Some(self.sums.compute.record()?);
         if let Some(copies) = &mut self.copies
             && !is_disabled(Safeguard::CopyInvalidation)
         {
             copies.is_current.fill(false);
         }
+        Ok(())
     }
 
     /// Takes the buffer for `unit`. Writes to it wait until the work that reads it is done.
@@ -482,7 +485,8 @@ impl Buffers {
             Ok(Weights {
                 unit: engine.new_padded_weights(unit, shards.buffer_elems(unit))?,
                 arrived: None,
-                free: None,
+                // Zeros are written there.
+                free: Some(gpu.default_stream().record()?),
                 kept: None,
             })
         };

@@ -30,7 +30,7 @@ use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use training_run::config::Stage;
 use training_run::plan::Plan;
-use training_state::backend::{BackendError, Both, GpuBackend, TileBackend};
+use training_state::backend::{Both, GpuBackend, TileBackend};
 use training_state::trace::Trace;
 
 /// The tiles of one rank, and the buffers through which it computes with them.
@@ -240,18 +240,20 @@ pub(super) fn finish_step(
     tiles: &mut Tiles,
     hyper: Option<Hyper>,
     blob: Vec<u8>,
-) -> Result<StepIo, BackendError> {
-    if hyper.is_some() {
+) -> Result<StepIo, TrainError> {
+    let updates = hyper.is_some();
+    let io = tiles.finish_step(hyper, blob)?;
+    if updates {
         match tiles {
             TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.updated(),
             TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
             | TileBackend::Gpu(_, InGpu::Buffers(buffers))
-            | TileBackend::Both(_, WithSwapper::Gpu(buffers), _) => buffers.updated(),
+            | TileBackend::Both(_, WithSwapper::Gpu(buffers), _) => buffers.updated()?,
             // One rank keeps no copies, and computes where it updates.
             TileBackend::Gpu(_, _) | TileBackend::Both(_, WithSwapper::Host(_), _) => {}
         }
     }
-    tiles.finish_step(hyper, blob)
+    Ok(io)
 }
 
 /// Returns when a unit's weights may be used: the host waits for other ranks' shards, a GPU's stream waits on
