@@ -481,7 +481,14 @@ impl Graph {
                             _parts: self.parts,
                         });
                     }
-                    Err(why) => refusal = Some(why),
+                    Err(why) => {
+                        if !why.is_refusal() {
+                            tracing::warn!(
+                                "{why}: another of cuDNN's kernels is used, whose results may have other bits than those of other runs"
+                            );
+                        }
+                        refusal = Some(why);
+                    }
                 }
             }
         }

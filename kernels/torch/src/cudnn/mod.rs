@@ -59,6 +59,13 @@ pub enum CudnnError {
     NoEngine,
 }
 
+impl CudnnError {
+    /// Whether cuDNN says that it does not support what was asked for: CUDNN_STATUS_NOT_SUPPORTED and its kinds.
+    fn is_refusal(&self) -> bool {
+        matches!(self, Self::Call { status, .. } if (3000..4000).contains(status))
+    }
+}
+
 /// Returns whether cuDNN's attention can be used on this GPU: a Hopper GPU, and the library beside torch's GPU half.
 ///
 /// # Errors
