@@ -114,6 +114,19 @@ def test_other_memory_layouts_and_autocast_are_as_a_linear_layer_has_them():
     assert torch.equal(x.grad, layer.weight.sum(0).expand(6, 32))
 
 
+def test_kernels_read_plain_matrices_in_bf16_only():
+    x = torch.ones(32, 16, dtype=BF16)
+    assert _fp8._is_plain(x) and _fp8._is_plain(nn.Parameter(x))
+    assert not any(map(_fp8._is_plain, (x.float(), x.half(), x.t(), x[:, ::2], x.expand(2, 32, 16), torch.ones(32, 16, dtype=BF16).as_subclass(Named))))
+    seen = []
+    torch.func.grad(lambda x: seen.append(_fp8._is_plain(x)) or x.sum())(x)
+    assert seen == [False]
+
+
+class Named(torch.Tensor):
+    pass
+
+
 @pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
 def test_a_number_that_is_not_finite_is_seen(wrong, where):

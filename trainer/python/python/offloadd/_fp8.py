@@ -18,6 +18,7 @@ from . import _offloadd
 from ._console import say
 from ._errors import NotSupported
 from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
+from ._released import in_transform
 from ._units import blocks_of
 
 _WEIGHTS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -118,8 +119,13 @@ def _converted(x: torch.Tensor, dtype: torch.dtype, straight: bool = True, trans
 
 
 def _converter_for(x: torch.Tensor) -> Optional[_offloadd.Fp8Converter]:
-    """The kernels of the GPU that `x` is on. A tensor of another class may have no memory of its own."""
-    return _compiled(x.device.index) if x.is_cuda and type(x) in (torch.Tensor, nn.Parameter) else None
+    """The kernels of the GPU that `x` is on, if they can convert it. A tensor of another class may have no memory of its own."""
+    return _compiled(x.device.index) if x.is_cuda and _is_plain(x) else None
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Whether `x` is bf16 numbers one after another in memory of its own; PyTorch's operators convert everything else."""
+    return type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.bfloat16 and x.is_contiguous() and not in_transform()
 
 
 @functools.lru_cache(maxsize=None)
