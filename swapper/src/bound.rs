@@ -21,6 +21,10 @@ pub struct StepBytes {
     /// Gradients among the bytes written: those not kept in host memory. They are written in backward and read for the
     /// updates.
     pub grad_written_bytes: f64,
+    /// The caller's own tiles, written in forward: not among the bytes written.
+    pub scratch_written_bytes: f64,
+    /// The caller's own tiles, read in backward: not among the bytes read there.
+    pub scratch_read_bytes: f64,
 }
 
 impl StepBytes {
@@ -32,6 +36,8 @@ impl StepBytes {
             update_read_bytes: self.update_read_bytes * count,
             written_bytes: self.written_bytes * count,
             grad_written_bytes: self.grad_written_bytes * count,
+            scratch_written_bytes: self.scratch_written_bytes * count,
+            scratch_read_bytes: self.scratch_read_bytes * count,
         }
     }
 
@@ -47,9 +53,17 @@ impl StepBytes {
         }
     }
 
-    /// All bytes read.
+    /// All bytes read of units.
     pub fn read_bytes(&self) -> f64 {
         self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
+    }
+
+    /// All bytes read, and all bytes written.
+    fn all_bytes(&self) -> (f64, f64) {
+        (
+            self.read_bytes() + self.scratch_read_bytes,
+            self.written_bytes + self.scratch_written_bytes,
+        )
     }
 }
 
@@ -60,7 +74,7 @@ pub struct StepRates {
     pub read_bytes_per_s: f64,
     /// All devices together, bytes a second.
     pub write_bytes_per_s: f64,
-    /// Bytes of staging slots. They carry unwritten tiles into backward, and tiles read ahead into the next phase.
+    /// Bytes of staging slots, with those of scratch tiles. They carry unwritten tiles into backward, and tiles read ahead into the next phase.
     pub staging_bytes: f64,
     /// Compute of the forward pass.
     pub forward_s: f64,
@@ -116,6 +130,8 @@ impl SwapperSettings {
             update_read_bytes: update,
             written_bytes: updated + state + committed + grad,
             grad_written_bytes: grad,
+            scratch_written_bytes: 0.0,
+            scratch_read_bytes: 0.0,
         }
     }
 }
@@ -181,7 +197,7 @@ pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 
 /// Lower bound of a step of `schedule`, term by term.
 ///
 /// Deferred, with W bytes written and R read at rates w and r, and S bytes of staging: `max(W/w, R/r, bus, network, t_bwd +
-/// max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where W in the last two terms counts only the updates' writes; and
+/// max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where W in the last two terms counts only the writes of updates and scratch tiles; and
 /// `t_fwd + (G-S)/w` for the G bytes of gradients that backward writes. At once: the sum of three phases, each as long
 /// as the longest of its compute, its reads and its writes.
 pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound {
@@ -192,16 +208,17 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
     let writing = |bytes: f64| over(bytes, rates.write_bytes_per_s);
     let staged = |bytes: f64| bytes - rates.staging_bytes;
     let term = |wall, what, s| Term { wall, what, s };
+    let (all_read, all_written) = bytes.all_bytes();
     let mut terms = vec![
-        term(Wall::Writes, "W/w", writing(bytes.written_bytes)),
-        term(Wall::Reads, "R/r", reading(bytes.read_bytes())),
+        term(Wall::Writes, "W/w", writing(all_written)),
+        term(Wall::Reads, "R/r", reading(all_read)),
         term(Wall::Bus, "bus", rates.bus_s),
         term(Wall::Network, "network", rates.network_s),
     ];
     match schedule {
         Schedule::Deferred => {
             let after = |s: f64| rates.backward_s + s;
-            let written_s = writing(staged(bytes.written_bytes - bytes.grad_written_bytes));
+            let written_s = writing(staged(all_written - bytes.grad_written_bytes));
             let grads_s = rates.forward_s + writing(staged(bytes.grad_written_bytes));
             let read_s = reading(staged(bytes.forward_read_bytes));
             terms.extend([
@@ -218,11 +235,14 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
                 [
                     (Wall::Compute, rates.forward_s),
                     (Wall::Reads, read_s(bytes.forward_read_bytes)),
-                    (Wall::Writes, 0.0),
+                    (Wall::Writes, writing(staged(bytes.scratch_written_bytes))),
                 ],
                 [
                     (Wall::Compute, rates.backward_s),
-                    (Wall::Reads, read_s(bytes.backward_read_bytes)),
+                    (
+                        Wall::Reads,
+                        read_s(bytes.backward_read_bytes + bytes.scratch_read_bytes),
+                    ),
                     (Wall::Writes, writing(staged(bytes.grad_written_bytes))),
                 ],
                 [
@@ -303,6 +323,7 @@ mod tests {
             staging: Staging::default(),
             schedule,
             commit_every,
+            scratch: crate::ScratchSettings::default(),
             iodepth: 8,
             backing: Backing::Store(StoreSettings {
                 socket: "none".into(),
@@ -356,7 +377,7 @@ mod tests {
             backward_read_bytes: 2.0,
             update_read_bytes: 0.0,
             written_bytes: 12.0,
-            grad_written_bytes: 0.0,
+            ..StepBytes::default()
         };
         let fast = StepRates {
             read_bytes_per_s: 1e9,
@@ -419,7 +440,7 @@ mod tests {
             backward_read_bytes: 2.0 * params,
             update_read_bytes: 0.0,
             written_bytes: 12.0 * params,
-            grad_written_bytes: 0.0,
+            ..StepBytes::default()
         };
         let compute_s = 6.0 * params * 16384.0 / (tflops * 1e12);
         let rates = StepRates {
@@ -495,7 +516,7 @@ mod tests {
             backward_read_bytes: 40.0,
             update_read_bytes: 10.0,
             written_bytes: 90.0,
-            grad_written_bytes: 0.0,
+            ..StepBytes::default()
         };
         let read = |bytes, some_stay| {
             let of_step = planned.that_read(bytes, some_stay);

@@ -18,6 +18,7 @@ use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{ByKind, Kind, Layout};
 use crate::lease::{Lease, Message, Reply, UpdateJob};
 use crate::nodes::Confirmer;
+use crate::scratch::{self, ScratchQueue};
 use crate::settings::{OpenReport, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::stall::Stall;
@@ -47,6 +48,8 @@ pub(crate) struct Driver<H> {
     away: HashMap<u32, ByKind<Option<SlotNumber>>>,
     /// Operations in flight, by the daemon's tile index.
     inflight: HashMap<TileIndex, Moving>,
+    /// The caller's own tiles, which the core does not know.
+    scratch: Option<ScratchQueue>,
     stall: Stall,
     done: Vec<EndedOperation>,
 
@@ -88,18 +91,28 @@ impl<H: Clone> Driver<H> {
         let trained: Vec<bool> = (0..layout.ranges().len() as u32)
             .map(|range| layout.has(Kind::Grad, range))
             .collect();
-        let grad_tiles = (resident[Kind::Grad].iter().zip(&trained))
+        let grad_tiles: Vec<Option<TileIndex>> = (resident[Kind::Grad].iter().zip(&trained))
             .map(|(resident, trained)| match !resident && *trained {
                 true => grad_indices.next(),
                 false => None,
             })
             .collect();
+        // Of the operations that were granted, the caller's own tiles have what the core did not ask for, and at least one.
+        let beside = (opened.iodepth.saturating_sub(settings.iodepth)).max(1);
+        let scratch_inflight_max = memory.scratch.slot_count.min(beside);
+        let scratch = (memory.scratch.slot_count > 0).then(|| {
+            let slots = arena.take_all(Kind::ALL.len(), memory.scratch.slot_count);
+            let slots = slots.into_iter().flatten().collect();
+            let shared = Arc::new(scratch::ScratchArea::new(memory.scratch, slots));
+            let first = grad_indices.next().expect("endless");
+            ScratchQueue::new(shared, first, scratch_inflight_max as usize)
+        });
         let core = Core::new(CoreSettings {
             units: layout.units().to_vec(),
             trained,
             resident,
             staging: memory.staging_counts(),
-            iodepth: opened.iodepth,
+            iodepth: opened.iodepth - scratch_inflight_max,
             workers: workers_count,
             durable: matches!(arena, Arena::Session(_)),
         });
@@ -114,6 +127,7 @@ impl<H: Clone> Driver<H> {
             lending: Vec::new(),
             away: HashMap::new(),
             inflight: HashMap::new(),
+            scratch,
             stall: Stall::default(),
             done: Vec::new(),
             replies,
@@ -139,12 +153,21 @@ impl<H: Clone> Driver<H> {
         Self { confirmer, ..self }
     }
 
-    /// Works until it is closed or something fails; the trainer's present or next request gets the error.
+    /// What the callers of scratch tiles share with this thread.
+    pub(crate) fn scratch(&self) -> Option<Arc<scratch::ScratchArea>> {
+        self.scratch.as_ref().map(|scratch| scratch.area.clone())
+    }
+
+    /// Works until it is closed or something fails; the trainer's present or next request gets the error, and who waits for a scratch tile.
     pub(crate) fn run(mut self, messages: &Receiver<Message<H>>) -> Result<(), SwapperError> {
         let error = match self.work(messages) {
-            Ok(in_order) => return self.end(in_order),
-            Err(error) => self.with_devices(error),
+            Ok(in_order) => {
+                self.end_scratch(None);
+                return self.end(in_order);
+            }
+            Err(error) => Arc::new(self.with_devices(error)),
         };
+        self.end_scratch(Some(&error));
         tracing::debug!(%error, state = self.core.describe(), "the swapper stops");
         if let Some(confirmer) = &self.confirmer {
             confirmer.give_up(&error);
@@ -154,14 +177,20 @@ impl<H: Clone> Driver<H> {
             match messages.recv() {
                 Ok(Message::Request { .. }) => self.asked = true,
                 // The trainer has not seen the error yet: `close` returns it.
-                Ok(Message::Close { in_order: true }) => return Err(error),
+                Ok(Message::Close { in_order: true }) => return Err(SwapperError::told(error)),
                 Ok(Message::Close { in_order: false }) | Err(_) => return Ok(()),
                 Ok(_) => {}
             }
         }
         // A trainer that has gone needs no answer.
-        let _ = self.replies.send(Reply::Failed(error));
+        let _ = self.replies.send(Reply::Failed(SwapperError::told(error)));
         Ok(())
+    }
+
+    fn end_scratch(&self, failure: Option<&Arc<SwapperError>>) {
+        if let Some(scratch) = &self.scratch {
+            scratch.area.end(failure.cloned());
+        }
     }
 
     /// Returns `true` when it was closed in order.
@@ -179,6 +208,7 @@ impl<H: Clone> Driver<H> {
             }
             let completed = self.completions()?;
             self.lend();
+            self.start_scratch()?;
             if completed || !idle {
                 continue;
             }
@@ -193,8 +223,9 @@ impl<H: Clone> Driver<H> {
                 },
                 Arena::Session(session) => {
                     // Completions were polled just before, so a suspended process is not mistaken for a stall.
-                    self.stall.check(self.inflight.len(), Instant::now())?;
-                    let waits = !self.inflight.is_empty() || self.commit_begun.is_some();
+                    let inflight = self.inflight.len() + scratch_inflight(&self.scratch);
+                    self.stall.check(inflight, Instant::now())?;
+                    let waits = inflight > 0 || self.commit_begun.is_some();
                     if let Some(waited) = self.stall.news().filter(|_| waits) {
                         for trouble in session.device_trouble() {
                             tracing::warn!(
@@ -297,6 +328,11 @@ impl<H: Clone> Driver<H> {
                     message,
                 })
             }
+            Message::Scratch(operation) => {
+                let scratch = self.scratch.as_mut().expect("only with an area");
+                scratch.push(operation);
+                Ok(())
+            }
             Message::Record(recording) => {
                 self.recording = recording;
                 self.spans = Spans::default();
@@ -359,7 +395,24 @@ impl<H: Clone> Driver<H> {
             .map_err(client("confirming a commit"))
     }
 
+    /// Begins what the caller wants to move of its own tiles.
+    fn start_scratch(&mut self) -> Result<(), SwapperError> {
+        let (Some(scratch), Arena::Session(session)) = (&mut self.scratch, &mut self.arena) else {
+            return Ok(());
+        };
+        let was_idle = self.inflight.is_empty() && scratch.inflight_count() == 0;
+        if scratch.start(session)? && was_idle {
+            self.stall.moved(Instant::now());
+        }
+        Ok(())
+    }
+
     fn moved(&mut self, done: EndedOperation) -> Result<(), SwapperError> {
+        if let Some(scratch) = self.scratch.as_mut().filter(|area| area.has(done.tile)) {
+            self.stall.moved(Instant::now());
+            self.io.count_scratch(done.verb, scratch.ended(done));
+            return Ok(());
+        }
         let Moving {
             tile,
             slot,
@@ -518,7 +571,7 @@ impl<H: Clone> Driver<H> {
         let Arena::Session(session) = &mut self.arena else {
             panic!("{tile:?} moves without a store");
         };
-        if self.inflight.is_empty() {
+        if self.inflight.is_empty() && scratch_inflight(&self.scratch) == 0 {
             self.stall.moved(Instant::now());
         }
         let ticket =
@@ -575,6 +628,10 @@ impl<H: Clone> Driver<H> {
             self.spans.push(span(&self.layout));
         }
     }
+}
+
+fn scratch_inflight(scratch: &Option<ScratchQueue>) -> usize {
+    scratch.as_ref().map_or(0, ScratchQueue::inflight_count)
 }
 
 fn client(doing: &'static str) -> impl FnOnce(offload_client::ClientError) -> SwapperError {

@@ -1,6 +1,8 @@
 //! Errors of the swapper. After any error except a refused call the swapper serves nothing more; the state that was
 //! committed remains.
 
+use std::sync::Arc;
+
 use offload_client::{ClientError, FaultKind};
 
 use crate::op::Op;
@@ -76,6 +78,19 @@ pub enum SwapperError {
         /// Device, offset and cause.
         source: offload_client::TileError,
     },
+    /// One of the caller's own tiles could not be read or written, or its checksum was wrong. The swapper serves on.
+    #[error("{doing} scratch tile {tile}: {source}")]
+    ScratchTile {
+        /// `reading` or `writing`.
+        doing: &'static str,
+        /// Index of the tile.
+        tile: u32,
+        /// Device, offset and cause.
+        source: offload_client::TileError,
+    },
+    /// The error that ended the swapper, which several threads are told.
+    #[error(transparent)]
+    Shared(Arc<SwapperError>),
     /// The optimizer panicked.
     #[error("the update of elements {elems:?} of unit {unit} panicked: {message}")]
     UpdatePanicked {
@@ -128,10 +143,23 @@ pub enum SwapperError {
 }
 
 impl SwapperError {
+    /// The error for one of those who are told it.
+    pub(crate) fn told(error: Arc<Self>) -> Self {
+        Arc::try_unwrap(error).unwrap_or_else(Self::Shared)
+    }
+
+    /// The error itself where several threads are told it.
+    pub fn cause(&self) -> &Self {
+        match self {
+            Self::Shared(error) => error.cause(),
+            error => error,
+        }
+    }
+
     /// Whether the daemon is gone, and with it perhaps the rank that started it: a private daemon ends when that rank
     /// dies.
     pub fn is_of_a_gone_daemon(&self) -> bool {
-        let Self::Client { source, .. } = self else {
+        let Self::Client { source, .. } = self.cause() else {
             return false;
         };
         matches!(source, ClientError::DaemonGone { .. })
@@ -140,16 +168,18 @@ impl SwapperError {
 
     /// Whether the job takes nothing more, perhaps because one of its ranks is dead.
     pub fn is_of_a_poisoned_job(&self) -> bool {
-        match self {
+        match self.cause() {
             Self::Client { source, .. } => source.fault() == Some(FaultKind::Poisoned),
-            Self::Tile { source, .. } => source.kind() == FaultKind::Poisoned,
+            Self::Tile { source, .. } | Self::ScratchTile { source, .. } => {
+                source.kind() == FaultKind::Poisoned
+            }
             _ => false,
         }
     }
 
     /// Whether the job was written in place and did not end in order, so that its tiles belong to no generation.
     pub fn is_of_an_unclean_job(&self) -> bool {
-        matches!(self, Self::Client { source, .. } if source.fault() == Some(FaultKind::Unclean))
+        matches!(self.cause(), Self::Client { source, .. } if source.fault() == Some(FaultKind::Unclean))
     }
 }
 

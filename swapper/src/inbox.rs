@@ -6,7 +6,8 @@ use offload_client::Waker;
 
 use crate::lease::Message;
 
-/// Sending end of the owner's queue. The queue is bounded by the slots lent: each comes back once.
+/// Sending end of the owner's queue. The queue is bounded by the slots lent, of which each comes back once, and by those of
+/// scratch tiles.
 #[derive(Debug)]
 pub(crate) struct Inbox<H> {
     sender: Sender<Message<H>>,

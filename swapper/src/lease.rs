@@ -7,6 +7,7 @@ use offload_client::{Generation, Slot};
 use crate::core::Request;
 use crate::layout::{ByKind, Kind};
 use crate::op::Op;
+use crate::scratch::ScratchOperation;
 use crate::span::Spans;
 use crate::{StepIo, SwapperError};
 
@@ -53,6 +54,8 @@ pub(crate) enum Message<H> {
     },
     /// The optimizer panicked; its slots are lost.
     UpdatePanicked { range: u32, message: String },
+    /// The caller moves a tile of its own.
+    Scratch(ScratchOperation),
     /// Starts or stops collecting spans.
     Record(bool),
     /// Sets how long operations may be in flight without a completion.

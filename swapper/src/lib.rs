@@ -37,6 +37,7 @@ mod open;
 mod optimizer;
 mod owner;
 pub mod schedule;
+mod scratch;
 mod settings;
 mod span;
 mod stall;
@@ -53,12 +54,13 @@ pub use nodes::{Exchange, Nodes};
 pub use offload_client::nodes::TO_CHECKPOINT;
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
-    IODEPTH_MIN, TileError, private,
+    IODEPTH_MIN, Slot, TileError, private,
 };
 pub use op::Op;
 pub use open::job_layout;
 pub use optimizer::{Optimizer, TileUpdate};
 pub use schedule::{Schedule, StepProgram};
+pub use scratch::{SCRATCH_SLOTS_MIN, Scratch, ScratchSettings};
 pub use settings::{
     Backing, DeviceRates, MemoryPlan, OpenReport, STAGING_MIN, Staging, StepIo, StoreSettings,
     SwapperSettings,

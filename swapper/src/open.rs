@@ -85,8 +85,8 @@ fn open_store(
         job: store.job.clone(),
         rank: Rank(settings.rank),
         local_ranks: settings.local().len() as u32,
-        classes: memory.classes().to_vec(),
-        iodepth: settings.iodepth,
+        classes: memory.classes(),
+        iodepth: settings.iodepth + settings.scratch.slot_count,
     })
     .map_err(client(|| format!("opening job {:?}", store.job)))?;
 
@@ -131,7 +131,7 @@ fn open_store(
         format!("resuming generation {generation} of job {:?}", store.job)
     }))?;
 
-    reserve_gradients(&mut session, settings, store, layout)?;
+    reserve_scratch(&mut session, settings, store, layout)?;
     let info = session.info();
     let given = |blob: Vec<u8>| match &store.nodes {
         Some(_) => nodes::split(&blob).map_or_else(Vec::new, |(_, given)| given.to_vec()),
@@ -162,12 +162,12 @@ fn open_store(
         .filter(|note| !note.is_empty())
         .collect(),
     };
-    if opened.iodepth < crate::IODEPTH_MIN {
+    let needed = crate::IODEPTH_MIN + settings.scratch.slot_count.min(1);
+    if opened.iodepth < needed {
         return Err(SwapperError::Settings {
             what: format!(
                 "the daemon grants only {} operations in flight, but {} are needed: raise iodepth_max in its settings, or inflight_max of your quota",
-                opened.iodepth,
-                crate::IODEPTH_MIN
+                opened.iodepth, needed
             ),
         });
     }
@@ -175,8 +175,8 @@ fn open_store(
     Ok((Arena::Session(Box::new(session)), opened, start))
 }
 
-/// Reserves scratch tiles for the gradients that are not kept in host memory.
-fn reserve_gradients(
+/// Reserves scratch tiles: for the gradients that are not kept in host memory, and behind them the caller's own.
+fn reserve_scratch(
     session: &mut Session,
     settings: &SwapperSettings,
     store: &StoreSettings,
@@ -186,11 +186,19 @@ fn reserve_gradients(
     let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
         .filter(|&range| layout.has(Kind::Grad, range) && !residency[Kind::Grad][range as usize])
         .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
+        .chain(std::iter::repeat_n(
+            settings.scratch.tile_bytes,
+            settings.scratch.tile_count as usize,
+        ))
         .collect();
     if !scratch.is_empty() {
         let first = session.reserve_scratch(&scratch).map_err(client(|| {
+            let own = match settings.scratch.bytes() {
+                0 => String::new(),
+                bytes => format!(" and {bytes} bytes of scratch tiles"),
+            };
             format!(
-                "reserving space for gradients of job {:?} on devices",
+                "reserving space for gradients{own} of job {:?} on devices",
                 store.job
             )
         }))?;

@@ -12,8 +12,12 @@ use crate::layout::Layout;
 use crate::lease::{Message, Reply};
 use crate::nodes::Confirmer;
 use crate::optimizer::Optimizer;
+use crate::scratch::Scratch;
 use crate::settings::{Backing, OpenReport, SwapperSettings};
 use crate::worker;
+
+/// The owner's queue, its answers, and the caller's own tiles if there are any.
+pub(crate) type Ends<H> = (Inbox<H>, Receiver<Reply>, Option<Scratch>);
 
 /// The owner thread's handle. Dropping it ends the thread without ending the session in order, like a crash.
 #[derive(Debug)]
@@ -30,7 +34,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
         opened: &OpenReport,
         start: Option<u64>,
         optimizers: Vec<Box<dyn Optimizer<H>>>,
-    ) -> (Self, Inbox<H>, Receiver<Reply>) {
+    ) -> (Self, Ends<H>) {
         let (sender, messages) = channel();
         let (replies, from_owner) = channel();
         let (jobs, from_driver) = channel();
@@ -67,6 +71,13 @@ impl<H: Clone + Send + 'static> Owner<H> {
             workers_count,
         )
         .with_confirmer(confirmer);
+        let scratch = driver.scratch().map(|area| {
+            let inbox = inbox.clone();
+            // An owner that has ended has told the caller.
+            Scratch::new(area, move |operation| {
+                let _ = inbox.send(Message::Scratch(operation));
+            })
+        });
         let thread = std::thread::spawn(move || {
             // The driver's end closes the job queue, which ends the workers. Their panics came as messages.
             let result = driver.run(&messages);
@@ -79,7 +90,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
             inbox: inbox.clone(),
             thread: Some(thread),
         };
-        (owner, inbox, from_owner)
+        (owner, (inbox, from_owner, scratch))
     }
 }
 

@@ -3,10 +3,11 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
+use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass, Verb};
 
 use crate::layout::{ByKind, Kind, Layout, UnitShape, resident};
 use crate::nodes::Nodes;
+use crate::scratch::ScratchSettings;
 use crate::{Schedule, SwapperError};
 
 /// Fewest staging slots of each kind: one tile is in use while the next one moves.
@@ -27,11 +28,13 @@ pub struct SwapperSettings {
     pub grad_fraction: f64,
     /// Slots that the other tiles pass through.
     pub staging: Staging,
+    /// Tiles of the caller's own beside those of the units: needs a store.
+    pub scratch: ScratchSettings,
     /// When updates run.
     pub schedule: Schedule,
     /// Steps between commits; 0 commits only in [`crate::Swapper::drain`].
     pub commit_every: u64,
-    /// Operations in flight, half of them in each direction. At least [`IODEPTH_MIN`].
+    /// Operations in flight, half of them in each direction. At least [`IODEPTH_MIN`]. Those of scratch tiles are counted beside them.
     pub iodepth: u32,
     /// Storage of the tiles.
     pub backing: Backing,
@@ -121,8 +124,10 @@ pub struct MemoryPlan {
     pub frozen_bytes: u64,
     /// Tiles of this node's ranks.
     pub table_count: usize,
-    /// Bytes of this rank's gradients that go to devices.
+    /// Bytes of this rank's scratch tiles on devices: gradients that go there, and the caller's own.
     pub scratch_bytes: u64,
+    /// The caller's own tiles.
+    pub scratch: ScratchSettings,
     /// Ranks of this node.
     pub ranks: u32,
 }
@@ -146,6 +151,11 @@ impl MemoryPlan {
         u64::from(self.grad_resident_count) * self.grad_slot_bytes
     }
 
+    /// Bytes of the slots of the caller's own tiles.
+    pub fn scratch_slot_bytes(&self) -> u64 {
+        u64::from(self.scratch.slot_count) * u64::from(self.scratch.tile_bytes)
+    }
+
     /// Staging slots by kind.
     pub(crate) fn staging_counts(&self) -> ByKind<u32> {
         ByKind([
@@ -167,7 +177,7 @@ impl MemoryPlan {
 
     /// All host memory in bytes.
     pub fn host_bytes(&self) -> u64 {
-        self.resident_bytes() + self.staging_bytes() + self.grad_bytes()
+        self.resident_bytes() + self.staging_bytes() + self.grad_bytes() + self.scratch_slot_bytes()
     }
 
     /// Bytes of the session's arena: the slots and the gaps between their classes.
@@ -181,8 +191,8 @@ impl MemoryPlan {
         })
     }
 
-    /// Slot classes of param, state and grad, in this order.
-    pub(crate) fn classes(&self) -> [SlotClass; 3] {
+    /// Slot classes of param, state and grad, in this order, and of the caller's own tiles if there are any.
+    pub(crate) fn classes(&self) -> Vec<SlotClass> {
         let class = |kind, slot_bytes| SlotClass {
             slot_bytes,
             slot_count: self.slot_count(kind),
@@ -190,11 +200,18 @@ impl MemoryPlan {
         let mut grad = class(Kind::Grad, self.grad_slot_bytes);
         // A rank that owns no tile takes part too, and an arena has at least one slot.
         grad.slot_count = grad.slot_count.max(1);
-        [
+        let mut classes = vec![
             class(Kind::Param, self.param_slot_bytes),
             class(Kind::State, self.state_slot_bytes),
             grad,
-        ]
+        ];
+        if self.scratch.slot_count > 0 {
+            classes.push(SlotClass {
+                slot_bytes: self.scratch.tile_bytes.into(),
+                slot_count: self.scratch.slot_count,
+            });
+        }
+        classes
     }
 
     /// Bytes that the tiles of this node's ranks need on devices: one or two extents a tile, one for tiles that are not trained and
@@ -269,6 +286,12 @@ impl SwapperSettings {
                 what: format!("iodepth = {}: must be at least {IODEPTH_MIN}", self.iodepth),
             });
         }
+        self.scratch.check()?;
+        if self.scratch.tile_count > 0 && matches!(self.backing, Backing::Memory) {
+            return Err(SwapperError::Settings {
+                what: "scratch tiles are on devices, and there is no store".into(),
+            });
+        }
         let range_count = layout.ranges().len() as u32;
         let tile_counts = ByKind::new(|kind| {
             let ranges = 0..range_count;
@@ -276,7 +299,7 @@ impl SwapperSettings {
         });
         let residency = self.residency(layout);
         let spilled = (0..range_count).filter(|&range| !residency[Kind::Grad][range as usize]);
-        let scratch_bytes = spilled
+        let grad_bytes: u64 = spilled
             .map(|range| layout.moved_bytes(Kind::Grad, range))
             .sum();
         let resident_counts = ByKind::new(|kind| {
@@ -298,7 +321,8 @@ impl SwapperSettings {
             table_bytes: layout.table_bytes(),
             frozen_bytes: layout.frozen_bytes(),
             table_count: layout.table().len(),
-            scratch_bytes,
+            scratch_bytes: grad_bytes + self.scratch.bytes(),
+            scratch: self.scratch,
             ranks: self.local().len() as u32,
         };
         let staged = Kind::ALL.map(|kind| tile_counts[kind] - resident_counts[kind]);
@@ -441,6 +465,10 @@ pub struct StepIo {
     pub grad_read_bytes: u64,
     /// Bytes of gradients among the bytes written.
     pub grad_written_bytes: u64,
+    /// Bytes of the caller's own tiles among the bytes read.
+    pub scratch_read_bytes: u64,
+    /// Bytes of the caller's own tiles among the bytes written.
+    pub scratch_written_bytes: u64,
     /// Time the trainer waited for tiles, updates and commits.
     pub waited_ns: u64,
     /// Time in which at least one update ran.
@@ -448,6 +476,25 @@ pub struct StepIo {
 }
 
 impl StepIo {
+    /// Counts an operation on one of the caller's own tiles.
+    pub(crate) fn count_scratch(&mut self, verb: Verb, bytes: u64) {
+        let (all, count, of_scratch) = match verb {
+            Verb::SwapIn => (
+                &mut self.read_bytes,
+                &mut self.read_count,
+                &mut self.scratch_read_bytes,
+            ),
+            Verb::SwapOut => (
+                &mut self.written_bytes,
+                &mut self.written_count,
+                &mut self.scratch_written_bytes,
+            ),
+        };
+        *all += bytes;
+        *of_scratch += bytes;
+        *count += u64::from(bytes > 0);
+    }
+
     /// The difference to the earlier count `before`.
     pub(crate) fn since(&self, before: &Self) -> Self {
         Self {
@@ -458,6 +505,8 @@ impl StepIo {
             generation: self.generation,
             grad_read_bytes: self.grad_read_bytes - before.grad_read_bytes,
             grad_written_bytes: self.grad_written_bytes - before.grad_written_bytes,
+            scratch_read_bytes: self.scratch_read_bytes - before.scratch_read_bytes,
+            scratch_written_bytes: self.scratch_written_bytes - before.scratch_written_bytes,
             waited_ns: self.waited_ns - before.waited_ns,
             update_ns: self.update_ns - before.update_ns,
         }
@@ -486,6 +535,7 @@ mod tests {
             frozen_bytes: 0,
             table_count: 0,
             scratch_bytes: 0,
+            scratch: ScratchSettings::default(),
             ranks: 1,
         };
         // Each GiB holds 118 such slots, and ends where huge pages do.

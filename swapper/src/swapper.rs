@@ -22,6 +22,7 @@ use crate::op::Op;
 use crate::optimizer::Optimizer;
 use crate::owner::Owner;
 use crate::schedule::{self, Schedule, StepProgram};
+use crate::scratch::Scratch;
 use crate::settings::{OpenReport, StepIo, SwapperSettings};
 use crate::span::Spans;
 use crate::{SwapperError, open};
@@ -98,6 +99,7 @@ pub struct Swapper<H: Clone + Send + 'static> {
     owner: Owner<H>,
     inbox: Inbox<H>,
     replies: Receiver<Reply>,
+    scratch: Option<Scratch>,
     program: StepProgram,
     /// Units whose gradients came in this step.
     scattered: BTreeSet<usize>,
@@ -134,7 +136,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let layout = Arc::new(settings.cut()?);
         let (backing, opened, start) = open::open(&settings, &layout)?;
         let layout_of_owner = layout.clone();
-        let (owner, inbox, replies) = Owner::start(
+        let (owner, (inbox, replies, scratch)) = Owner::start(
             &settings,
             layout_of_owner,
             backing,
@@ -151,6 +153,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             owner,
             inbox,
             replies,
+            scratch,
             program: StepProgram::default(),
             scattered: BTreeSet::new(),
             begun: BTreeSet::new(),
@@ -553,6 +556,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             })?;
         }
         Ok(())
+    }
+
+    /// The caller's own tiles, for any thread; `None` without [`SwapperSettings::scratch`].
+    pub fn scratch(&self) -> Option<Scratch> {
+        self.scratch.clone()
     }
 
     /// A handle with which another thread can end this swapper's waiting.

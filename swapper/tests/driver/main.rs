@@ -6,5 +6,6 @@
 
 mod memory;
 mod mixed;
+mod scratch;
 mod store;
 mod toy;

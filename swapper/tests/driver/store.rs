@@ -15,9 +15,9 @@ use crate::toy;
 
 const DEVICE_BYTES: u64 = 16 << 20;
 /// Stall limit of tests without a stall; the default is four minutes.
-const SOON: Duration = Duration::from_secs(30);
+pub(crate) const SOON: Duration = Duration::from_secs(30);
 
-fn devices(dir: &Path) -> Vec<PathBuf> {
+pub(crate) fn devices(dir: &Path) -> Vec<PathBuf> {
     vec![dir.join("a.tiles"), dir.join("b.tiles")]
 }
 
@@ -36,7 +36,7 @@ pub(crate) fn start(dir: &Path) -> PrivateDaemon {
     .unwrap_or_else(|e| panic!("no private daemon (`cargo build -p offloadd` makes it): {e}"))
 }
 
-fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
+pub(crate) fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
     toy::settings(Backing::Store(StoreSettings {
         socket: daemon.socket().to_path_buf(),
         job: job.into(),

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use swapper::{
-    Backing, Op, OpenReport, Optimizer, Part, PartMut, Schedule, Staging, StepIo, StepProgram,
-    Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate, UninitTile,
-    UnitShape,
+    Backing, Op, OpenReport, Optimizer, Part, PartMut, Schedule, ScratchSettings, Staging, StepIo,
+    StepProgram, Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate,
+    UninitTile, UnitShape,
 };
 
 /// Several tiles per unit, odd lengths, and one unit of a single tile.
@@ -39,6 +39,7 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
         },
         schedule: Schedule::Deferred,
         commit_every: 1,
+        scratch: ScratchSettings::default(),
         iodepth: 8,
         backing,
         layout: b"toy".to_vec(),
@@ -48,7 +49,7 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
     }
 }
 
-fn mix(a: u64, b: u64) -> u64 {
+pub(crate) fn mix(a: u64, b: u64) -> u64 {
     let z = (a ^ b.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z ^ (z >> 29)
 }

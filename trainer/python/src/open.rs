@@ -281,6 +281,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         state_fraction: plan.resident_fraction,
         grad_fraction: plan.gradients_fraction,
         staging: Staging::Bytes(plan.staging_bytes),
+        scratch: swapper::ScratchSettings::default(),
         schedule: match plan.deferred {
             true => Schedule::Deferred,
             false => Schedule::Immediate,

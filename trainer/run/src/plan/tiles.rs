@@ -65,6 +65,7 @@ pub(super) fn swapper_settings(
             OptimizerStep::Deferred => swapper::Schedule::Deferred,
         },
         commit_every: offload.commit_every.unwrap_or(1),
+        scratch: swapper::ScratchSettings::default(),
         iodepth: offload.iodepth,
         backing,
         layout: Vec::new(),

@@ -114,7 +114,7 @@ mod tests {
             backward_read_bytes: param * PARAMS,
             update_read_bytes: 0.0,
             written_bytes: (param + state) * PARAMS,
-            grad_written_bytes: 0.0,
+            ..StepBytes::default()
         }
     }
 
