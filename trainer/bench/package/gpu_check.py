@@ -619,12 +619,14 @@ class Checks:
         return {"losses": losses, "levels": levels, "came": came, "peak_bytes": peak_bytes, "engine_bytes": engine_bytes, "block_bytes": block_bytes}
 
     def inputs(self):
-        """Inputs of checkpointed blocks that wait in host memory: the same bits, and less GPU memory."""
+        """Inputs of checkpointed blocks that wait in host memory and on drives: the same bits, and less GPU memory."""
         for checkpointing in ("not reentrant", "reentrant"):
-            kept, moved = (self.peaked(checkpointing, "cpu", activations=where) for where in ("gpu", "cpu"))
-            check(moved[0] == kept[0], f"{checkpointing}: losses, norms and weights {moved[0]} and {kept[0]} with inputs on the GPU")
-            check(moved[1] < kept[1] or self.device == "cpu", f"{checkpointing}: a peak of {moved[1]} bytes, and {kept[1]} with inputs on the GPU")
-            print(f"  {checkpointing}: same bits; peak {moved[1]:,} of {kept[1]:,} bytes", flush=True)
+            kept = self.peaked(checkpointing, "cpu", activations="gpu")
+            for tier, own in (("cpu", {"activations": "cpu"}), ("nvme", {"activations": "nvme", "activations_bytes": "1GiB"})):
+                moved, what = self.peaked(checkpointing, tier, **own), f"{checkpointing}, {tier}"
+                check(moved[0] == kept[0], f"{what}: losses, norms and weights {moved[0]} and {kept[0]} with inputs on the GPU")
+                check(moved[1] < kept[1] or self.device == "cpu", f"{what}: a peak of {moved[1]} bytes, and {kept[1]} with inputs on the GPU")
+                print(f"  {what}: same bits; peak {moved[1]:,} of {kept[1]:,} bytes", flush=True)
 
     def chunks(self):
         """MLPs and losses in chunks of tokens: the same bits wherever the state is and each time, losses near those without, and less GPU memory."""

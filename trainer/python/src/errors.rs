@@ -70,6 +70,7 @@ pub(crate) const BEGIN_ANEW: &str =
     "begin anew on all nodes with resume=False or another run_dir, and load a checkpoint";
 
 /// The exception for an error of the swapper.
+#[expect(clippy::needless_pass_by_value, reason = "passed to map_err")]
 pub(crate) fn failed(error: SwapperError) -> PyErr {
     let text = error.to_string();
     if error.is_of_a_gone_daemon() {
@@ -77,13 +78,15 @@ pub(crate) fn failed(error: SwapperError) -> PyErr {
             "{text}; start the script again, it resumes after the last committed step"
         ));
     }
-    match error {
-        SwapperError::Client { source, .. } => refused(&source, text),
-        SwapperError::Tile { source, .. } => match (source.kind(), source) {
-            (_, TileError::Damaged { .. }) => Damaged::new_err(text),
-            (FaultKind::NoSpace, _) => NoSpace::new_err(text),
-            _ => DeviceFailed::new_err(text),
-        },
+    match error.cause() {
+        SwapperError::Client { source, .. } => refused(source, text),
+        SwapperError::Tile { source, .. } | SwapperError::ScratchTile { source, .. } => {
+            match (source.kind(), source) {
+                (_, TileError::Damaged { .. }) => Damaged::new_err(text),
+                (FaultKind::NoSpace, _) => NoSpace::new_err(text),
+                _ => DeviceFailed::new_err(text),
+            }
+        }
         SwapperError::Stalled { .. } => DeviceFailed::new_err(text),
         SwapperError::LayoutChanged { .. } => LayoutChanged::new_err(text),
         SwapperError::Cancelled { .. } | SwapperError::OtherNodes { .. } => RankGone::new_err(text),

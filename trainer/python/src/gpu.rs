@@ -34,7 +34,7 @@ use crate::format::{Format, ParamPlan, UpdateFormat};
 use crate::{Core, Error, OpenRun, failed, memory};
 
 /// After so long a waiting thread looks for signals.
-const SLICE: Duration = Duration::from_millis(100);
+pub(crate) const SLICE: Duration = Duration::from_millis(100);
 
 /// Bytes of a sum of squares.
 const SQUARES_BYTES: usize = size_of::<f64>();

@@ -8,6 +8,7 @@
 //!   hooks, order, gradients  ──────▶  Core: plan, copies, updates  ────────▶  tiles, commits
 //! ```
 
+mod activations;
 mod checkpoint;
 mod choices;
 mod errors;
@@ -635,6 +636,8 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<StepFacts>()?;
     module.add_class::<GpuMover>()?;
     module.add_class::<Fp8Converter>()?;
+    module.add_class::<activations::ActivationTiles>()?;
+    module.add_function(wrap_pyfunction!(activations::activation_area, module)?)?;
     module.add_class::<schedule::LossScale>()?;
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(fp8_refusal, module)?)?;

@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Nodes, OpenReport, Optimizer, Schedule, Staging, StepIo, StoreSettings,
-    Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
+    Backing, Durability, Nodes, OpenReport, Optimizer, Schedule, ScratchSettings, Staging, StepIo,
+    StoreSettings, Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
 use training_state::plan::MeasuredRates;
@@ -56,6 +56,12 @@ pub(crate) struct Plan {
     pub(crate) optimizer: RunOptimizer,
     commit_every: u64,
     staging_bytes: u64,
+    /// Bytes on devices for inputs of checkpointed blocks; 0 where none wait there.
+    #[serde(default)]
+    activations_bytes: u64,
+    /// Of these, bytes that a step writes and reads, where they are planned.
+    #[serde(default)]
+    pub(crate) moved_bytes: u64,
     pub(crate) update_threads: usize,
     /// The GPU that updates tiles too, or alone if there are no threads.
     update_gpu: Option<u32>,
@@ -189,7 +195,7 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
             .map(|path| (path.clone(), file_bytes))
             .collect(),
         arena_bytes_max: memory.arena_bytes().map_err(failed)? * plan.local().len() as u64,
-        iodepth_max: IODEPTH,
+        iodepth_max: IODEPTH + memory.scratch.slot_count,
         engine: "auto".into(),
     })
     .map_err(|error| refused(&error, error.to_string()))?;
@@ -281,7 +287,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         state_fraction: plan.resident_fraction,
         grad_fraction: plan.gradients_fraction,
         staging: Staging::Bytes(plan.staging_bytes),
-        scratch: swapper::ScratchSettings::default(),
+        scratch: ScratchSettings::new(plan.activations_bytes).map_err(failed)?,
         schedule: match plan.deferred {
             true => Schedule::Deferred,
             false => Schedule::Immediate,

@@ -7,7 +7,7 @@ use offload_support::memory::available_bytes;
 use offload_support::pcie::{self, Link};
 use pyo3::prelude::*;
 use serde::Serialize;
-use swapper::{Bound, Durability, StepRates, bound};
+use swapper::{Bound, Durability, StepBytes, StepRates, bound};
 use training_state::metrics::MetricsFile;
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
@@ -58,6 +58,9 @@ pub(crate) struct Outlook {
     resident_bytes: u64,
     staging_bytes: u64,
     grad_bytes: u64,
+    /// Bytes of the slots of inputs of blocks that wait on devices, and of their tiles there.
+    input_slot_bytes: u64,
+    input_bytes: u64,
     /// Bytes of tiles on devices, both generations, and of each device file.
     device_bytes: u64,
     file_bytes: u64,
@@ -85,7 +88,11 @@ impl Outlook {
         let memory = settings.plan().map_err(failed)?;
         let layout = settings.cut().map_err(failed)?;
         let units = 0..settings.units.len();
-        let bytes = settings.step_bytes().map_err(failed)?;
+        let bytes = StepBytes {
+            scratch_written_bytes: plan.moved_bytes as f64,
+            scratch_read_bytes: plan.moved_bytes as f64,
+            ..settings.step_bytes().map_err(failed)?
+        };
         let drives = plan.nvme.len() as u64;
         let found = MeasuredRates::read(&plan.run_dir).unwrap_or_default();
         let rates = (found.read_bytes_per_s).zip(found.write_bytes_per_s);
@@ -105,7 +112,7 @@ impl Outlook {
             &StepRates {
                 read_bytes_per_s,
                 write_bytes_per_s,
-                staging_bytes: memory.staging_bytes() as f64,
+                staging_bytes: (memory.staging_bytes() + memory.scratch_slot_bytes()) as f64,
                 forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
                 update_s: last
@@ -134,6 +141,8 @@ impl Outlook {
             resident_bytes: memory.resident_bytes(),
             staging_bytes: memory.staging_bytes(),
             grad_bytes: memory.grad_bytes(),
+            input_slot_bytes: memory.scratch_slot_bytes(),
+            input_bytes: memory.scratch.bytes(),
             device_bytes: match plan.has_store() {
                 true => memory.device_bytes(Durability::Committed),
                 false => 0,

@@ -122,7 +122,7 @@ impl Reporter {
             schedule: settings.schedule,
             bytes,
             rates: opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY)),
-            staging_bytes: opened.memory.staging_bytes(),
+            staging_bytes: opened.memory.staging_bytes() + opened.memory.scratch_slot_bytes(),
             host_bytes: opened.memory.host_bytes(),
             resumed: (opened.resumed.as_ref()).map(|_| {
                 let devices = opened.devices.iter().map(|device| device.path.clone());
@@ -171,7 +171,12 @@ impl Reporter {
         let (forward_s, backward_s) = (phases[FORWARD], phases[BACKWARD]);
         let seconds = |ns: u64| ns as f64 / 1e9;
         let some_stay = step.gpu_resident_bytes > 0;
-        let bytes = self.bytes.that_read(io.read_bytes as f64, some_stay);
+        let read_bytes = io.read_bytes - io.scratch_read_bytes;
+        let bytes = StepBytes {
+            scratch_written_bytes: io.scratch_written_bytes as f64,
+            scratch_read_bytes: io.scratch_read_bytes as f64,
+            ..self.bytes.that_read(read_bytes as f64, some_stay)
+        };
         let rates = StepRates {
             read_bytes_per_s: self.rates.0,
             write_bytes_per_s: self.rates.1,

@@ -14,6 +14,8 @@ class Copy:
     def wait(self):
         self._copies.run(self._number)
 
+    forget = wait
+
 
 class Buffer:
     def __init__(self, size):

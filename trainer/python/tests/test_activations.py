@@ -371,9 +371,9 @@ def family(name):
     return getattr(transformers, classes[name])(config).train()
 
 
-def compare_family(plain, reentrant, **inputs):
+def compare_family(plain, reentrant, moved=Moved, **inputs):
     plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    ours = Moved(copy.deepcopy(plain))
+    ours = moved(copy.deepcopy(plain))
     try:
         for _ in range(2):
             plain.zero_grad()
@@ -419,9 +419,8 @@ def test_on_a_processor_the_key_says_that_it_has_no_effect(tmp_path, capsys):
     with offloadd.prepare(model, optimizer, config("cpu", tmp_path, activations="cpu"), run_dir=tmp_path / "run") as run:
         assert run.engine.activations is None
     assert 'offloadd.activations = "cpu" has no effect' in capsys.readouterr().err
-    for wrong in ("nvme", "disk"):
-        with pytest.raises(offloadd.Error, match="offloadd.activations"):
-            settings_of({"offloadd": {"activations": wrong}})
+    with pytest.raises(offloadd.Error, match="offloadd.activations"):
+        settings_of({"offloadd": {"activations": "disk"}})
     with pytest.raises(offloadd.Error, match="options has activations"):
         offloadd.optim.AdamW(model.parameters(), options={"activations": "cpu"})
 

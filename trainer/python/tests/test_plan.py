@@ -278,6 +278,15 @@ PLANNED = {
         ", inputs of blocks of 12.0 KiB each way",
     ),
     "--seq-len 16 --batch 2 --mlp-chunks 4 --lora 4 --quantize nf4": ("with gradient checkpointing, 2 x 16 tokens, MLPs in 4 chunks: weights ",),
+    # Each in a tile of its own.
+    "--seq-len 64 --batch 2 --activations nvme --nvme {dir}": (
+        ", inputs of blocks 48.0 KiB",
+        ", and 48.0 KiB for inputs of blocks of each process",
+        'set "activations": "nvme" and "activations_bytes": 49152 in offloadd',
+        ", inputs of blocks 48.0 KiB), writes ",
+        "(inputs of blocks 48.0 KiB)",
+        "with gradient checkpointing and inputs of blocks on drives, 2 x 64 tokens: weights ",
+    ),
     "--seq-len 16 --loss-chunks 4 --mlp-chunks 2 --lora 4": ("1 x 16 tokens, MLPs in 2 chunks, the loss in 4 chunks: weights ",),
     "--seq-len 16 --lora 4": ("(bfloat16, float32) in 9 units", "buffers of gradients ", "bus       weights of ", ", gradients of "),
     "--seq-len 16 --lora 4 --quantize nf4": ("(bfloat16, float32, uint8) in 13 units", "buffers of gradients "),

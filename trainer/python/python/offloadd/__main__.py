@@ -18,7 +18,7 @@ from ._experts import Experts
 from ._gpu_plan import computed, gpu_plan, gpu_plan_in_place
 from ._memory import GpuDevice
 from ._nodes import guess
-from ._plan import Plan
+from ._plan import NO_INPUTS, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
@@ -48,7 +48,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--batch", type=positive, help="sequences that a GPU computes together (1)")
     plan.add_argument("--ranks", type=positive, metavar="N", help="processes of one machine that train together, each with a GPU of its own (1)")
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
-    plan.add_argument("--activations", choices=["gpu", "cpu"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)")
+    plan.add_argument(
+        "--activations", choices=["gpu", "cpu", "nvme"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)"
+    )
     plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
     plan.add_argument("--loss-chunks", type=positive, metavar="N", help="chunks of tokens in which the head and the loss are computed (offloadd.loss_chunks)")
     plan.add_argument("--units", type=int, help=f"blocks of a model given by --params ({_BLOCKS})")
@@ -111,7 +113,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     # Before layers are cut, whose code needs values then.
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
     chunks = given.mlp_chunks or settings.mlp_chunks, given.loss_chunks or settings.loss_chunks
-    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations == "cpu", *chunks)
+    of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations, *chunks)
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
     units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
     # Frozen parameters that stay with the model are in no tile.
@@ -122,8 +124,9 @@ def _plan(given: argparse.Namespace) -> Plan:
     elif of_step is not None:
         on_gpu = gpu_plan(of_step, units, modules, trains, settings.gpu_resident_fraction, _gpu_bytes(given), ranks)
     on_bus = 0 if on_gpu is None or on_gpu.bus_bytes is None else sum(on_gpu.bus_bytes[:2])
-    directory, moved = (given.run_dir or settings.run_dir or settings.default_dir).absolute(), of_step.moved_host_bytes if of_step is not None else 0
-    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, activation_bytes=moved)
+    directory = (given.run_dir or settings.run_dir or settings.default_dir).absolute()
+    inputs = NO_INPUTS if of_step is None else of_step.inputs(settings.micro_batches or 1)
+    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs)
     if on_gpu is not None:
         plan.more, plan.more_warnings = on_gpu.lines(), [on_gpu.warning] if on_gpu.warning else []
     if plan.problems:

@@ -1,4 +1,4 @@
-"""Inputs of checkpointed blocks, which wait in pinned host memory between forward and backward.
+"""Inputs of checkpointed blocks, which wait in pinned host memory or on drives between forward and backward.
 
     forward     block 3 begins     its input stays; that of block 2 begins to leave; that of block 1 has left, and its memory goes
     backward    block 2 begins     its input has come; that of block 1 begins to come
@@ -6,8 +6,8 @@
 torch's checkpointing lets autograd save a block's inputs in two functions of its own, for use_reentrant=True and False. Within calls of these, and
 nowhere else, torch's hooks of saved tensors are those of this file: what else a forward saves, weights above all, passes no hook.
 
-Each input is copied once and freed once its copy has been waited for, at the next block or at the forward's end. A buffer in host memory comes back when
-autograd drops what it saved, whatever became of the forward.
+Each input is copied once and freed once its copy has been waited for, at the next block or at the forward's end. A buffer, in host memory or on drives,
+comes back when autograd drops what it saved, whatever became of the forward.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.utils import checkpoint
 
 from ._console import say
 from ._copies import Buffer, Copies, Copy, Form, Pool
+from ._tile_copies import TileCopies
 from ._errors import Error
 
 # Functions by which torch's checkpointing lets autograd save the inputs of a block, by their names there.
@@ -54,7 +55,7 @@ class _Inputs:
 
 
 class _Input:
-    """A saved tensor that goes to host memory and comes back."""
+    """A saved tensor that leaves and comes back."""
 
     def __init__(self, activations: "Activations", one: torch.Tensor, inputs: _Inputs) -> None:
         self._activations, self.inputs = activations, inputs
@@ -69,7 +70,7 @@ class _Input:
         self._changed = False
 
     def leave(self) -> None:
-        """Begins to copy it to host memory. Does nothing where it has: after a block that failed, the one before it is the last one again."""
+        """Begins to copy it to a buffer. Does nothing where it has: after a block that failed, the one before it is the last one again."""
         if self._buffer is not None:
             return
         self._compare(self._source)
@@ -99,8 +100,9 @@ class _Input:
         if self._source is not None:
             return self._source
         self.begin_to_return()
-        (one, copy), self._coming = self._coming, None
+        one, copy = self._coming
         copy.wait()
+        self._coming = None
         return one
 
     def _compare(self, one: Optional[torch.Tensor]) -> None:
@@ -110,7 +112,7 @@ class _Input:
         # A forward that failed, a loss that nobody used, a backward that ended in between: copies may be under way.
         for copy in (self._leaving, self._coming and self._coming[1]):
             if copy is not None:
-                copy.wait()
+                copy.forget()
         if self._buffer is not None:
             self._activations.pool.give(self._buffer)
 
@@ -118,10 +120,11 @@ class _Input:
 class Activations:
     """The inputs of the checkpointed blocks of one model."""
 
-    def __init__(self, copies: Copies, storages: Callable[[], set[int]], under_way: Callable[[], bool]) -> None:
+    def __init__(self, copies: "Copies | TileCopies", storages: Callable[[], set[int]], under_way: Callable[[], bool]) -> None:
         """`storages` returns where the model's weights and buffers lie, by the addresses of the storages' objects; `under_way` whether a forward of the
         model is."""
-        self.copies, self.pool, self.under_way = copies, Pool(copies), under_way
+        self.copies, self.under_way = copies, under_way
+        self.pool = copies.pool() if isinstance(copies, TileCopies) else Pool(copies)
         # Bytes that have left the device.
         self.moved_bytes = 0
         self._find_storages = storages
@@ -133,11 +136,13 @@ class Activations:
         _take_calls()
 
     def close(self) -> None:
-        """Frees host memory: that of a graph that a script still has when it drops the graph."""
+        """Frees host memory: that of a graph that a script still has when it drops the graph. What waits on drives is lost."""
         _open[:] = [one for one in _open if one() not in (None, self)]
         if not _open:
             _give_calls_back()
         self.pool.close()
+        if isinstance(self.copies, TileCopies):
+            self.copies.close()
 
     def wants(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of a block's inputs that are to be moved. None where one is a weight: hooks would hide from a block that it is."""
@@ -181,7 +186,7 @@ class Activations:
         return pack, self._unpack
 
     def pass_ended(self) -> None:
-        """What is on its way to host memory has left."""
+        """What is on its way has left."""
         leaving, self._leaving = self._leaving and self._leaving(), None
         for one in leaving.each() if leaving is not None else ():
             one.has_left()
@@ -199,7 +204,7 @@ class Activations:
     def backward_ended(self) -> None:
         """Tells once that there is nothing to move."""
         if not self.moved_bytes and not self._told:
-            say('offloadd.activations = "cpu": no input of a checkpointed block left the GPU: call model.gradient_checkpointing_enable(), or leave the key out')
+            say("offloadd.activations: no input of a checkpointed block left the GPU: call model.gradient_checkpointing_enable(), or leave the key out")
         self._told = True
 
 
@@ -218,7 +223,7 @@ def _take_calls() -> None:
     for name in () if _apply else _SAVERS:
         saver = getattr(checkpoint, name, None)
         if saver is None:
-            raise Error(f'offloadd.activations = "cpu": torch {torch.__version__} has no {name}: leave the key out, or take torch 2.4 to 2.11')
+            raise Error(f"offloadd.activations: torch {torch.__version__} has no {name}: leave the key out, or take torch 2.4 to 2.11")
         _apply[name] = saver.apply = _saving(saver.apply)
 
 

@@ -58,8 +58,10 @@ class Settings:
     resident_fraction: float
     # "cpu" or "nvme": where gradients lie until the update. None: in host memory if it has room.
     gradients: Optional[str]
-    # "gpu" or "cpu": where inputs of checkpointed blocks wait for their backward, if a GPU computes.
+    # "gpu", "cpu" or "nvme": where inputs of checkpointed blocks wait for their backward; on a processor they stay unless they go to drives.
     activations: str
+    # Space on the drives for them, of each process; 0 where the configuration has none.
+    activations_bytes: int
     matmuls: str
     # Chunks of tokens in which the MLP of a block is computed.
     mlp_chunks: int

@@ -32,6 +32,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Lets what is computed from now on see the copy, and what it was made of be freed."""
 
+    def forget(self) -> None:
+        """Lets what it was made of and what it makes be freed: nobody needs the copy any more. Waits for no drive."""
+
 
 class Buffer(Protocol):
     """Pinned host memory."""
@@ -132,6 +135,8 @@ class _GpuCopy:
         current = torch.cuda.current_stream(self._device)
         if current != self._stream:
             current.wait_event(self._event)
+
+    forget = wait
 
 
 class GpuCopies:

@@ -34,6 +34,7 @@ from ._ranks import Ranks
 from ._reading import Reading
 from ._released import AS_TENSORS, in_transform
 from ._residency import Residency
+from ._tile_copies import TileCopies
 from ._units import Unit
 from ._watch import unwatch
 
@@ -76,7 +77,7 @@ class Engine:
         self.gradients = Gradients(self.gathering, core)
         # Which units stay on the GPU, if one computes.
         self.residency: Optional[Residency] = None
-        # Where inputs of checkpointed blocks are moved to host memory.
+        # Where inputs of checkpointed blocks are moved, to host memory or to drives.
         self.activations: Optional[Activations] = None
         # Forwards of the model, or of parts of it by themselves, that have begun.
         self.passes = 0
@@ -98,8 +99,8 @@ class Engine:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
-    def move_activations(self, copies: Copies) -> None:
-        """Lets inputs of checkpointed blocks wait in host memory from now on."""
+    def move_activations(self, copies: "Copies | TileCopies") -> None:
+        """Lets inputs of checkpointed blocks wait elsewhere from now on."""
         # A graph that a script keeps holds no engine.
         gathering, forwards = weakref.ref(self.gathering), self.forwards
         self.activations = Activations(copies, lambda: _storages(gathering()), lambda: bool(forwards))

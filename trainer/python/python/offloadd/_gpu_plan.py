@@ -9,13 +9,14 @@ from typing import Mapping, Optional, Sequence
 import torch
 from torch import nn
 
+from . import _offloadd
 from ._config import Settings
 from ._errors import Error
 from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_gradient_bytes
 from ._mlp_chunks import MlpChunks
 from ._packed import is_wrapper
-from ._plan import bytes_text
+from ._plan import NO_INPUTS, PlannedInputs, bytes_text
 from ._residency import Levels, margin_bytes
 from ._traced import TracedMemory, trace
 from ._units import Unit
@@ -40,11 +41,16 @@ class StepMemory:
     # Chunks of tokens in which MLPs, and the head with the loss, are computed.
     mlp_chunks: int = 1
     loss_chunks: int = 1
+    # Where inputs of checkpointed blocks wait.
+    activations: str = "gpu"
 
-    @property
-    def moved_host_bytes(self) -> int:
-        """Host memory of inputs of checkpointed blocks."""
-        return self.least.moved_host_bytes if isinstance(self.least, TracedMemory) else 0
+    def inputs(self, micro_batches: int) -> PlannedInputs:
+        """Inputs of checkpointed blocks in host memory or on drives, of a step with so many micro-batches."""
+        if not isinstance(self.least, TracedMemory):
+            return NO_INPUTS
+        if self.activations != "nvme":
+            return PlannedInputs(host_bytes=self.least.moved_host_bytes)
+        return PlannedInputs(area_bytes=_offloadd.activation_area(list(self.least.moved_sizes)), moved_bytes=self.least.moved_bytes * micro_batches)
 
     @property
     def least(self) -> "TracedMemory | str":
@@ -121,7 +127,7 @@ class GpuPlan:
         else:
             parts += self._parts(found)
             how = "" if found is computed.kept else " with gradient checkpointing"
-            how += " and inputs of blocks in host memory" if found.moved_bytes else ""
+            how += f" and inputs of blocks {'on drives' if computed.activations == 'nvme' else 'in host memory'}" if found.moved_bytes else ""
             without = self.total_bytes(computed.kept) if how else None
             more = f"; {bytes_text(without)} without it" if without is not None else ""
             coming = self.weight_bytes if self.weight_bytes_min is None else self.weight_bytes_min
@@ -155,17 +161,17 @@ class GpuPlan:
 
 
 def computed(
-    model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, moves: bool = False, mlp_chunks: int = 1, loss_chunks: int = 1
+    model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, activations: str = "gpu", mlp_chunks: int = 1, loss_chunks: int = 1
 ) -> StepMemory:
-    """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length. With `moves` inputs of checkpointed
-    blocks wait in host memory; MLPs and the loss are computed in so many chunks. Raises `NotSupported` where they cannot be."""
+    """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length, where inputs of checkpointed blocks
+    wait in `activations`; MLPs and the loss are computed in so many chunks. Raises `NotSupported` where they cannot be."""
     with contextlib.ExitStack() as stack:
         if mlp_chunks > 1:
             stack.callback(MlpChunks(model, mlp_chunks).end)
         if loss_chunks > 1:
             stack.callback(LossChunks(model, loss_chunks).end)
-        checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=moves) if trains else None
-        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks, loss_chunks)
+        checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=activations != "gpu") if trains else None
+        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks, loss_chunks, activations)
 
 
 def gpu_plan(

@@ -27,6 +27,7 @@ from ._run_dir import InUse, begin_part, check_place, lock, writable
 from ._state import from_blob
 from ._storage import can_forbid
 from ._supported_optimizers import check_optimizer
+from ._tile_copies import TileCopies
 from ._units import Unit
 from ._untrained import WeightsDiffer, same_bits
 from ._weights import Weights, begin
@@ -234,11 +235,13 @@ def keep_units(engine: Engine, settings: Settings, gpu: Optional[GpuDevice], run
         say(f"offloadd.gpu_resident_fraction = {settings.gpu_resident_fraction:g} has no effect: {why}")
 
 
-def move_activations(engine: Engine, gpu: Optional[GpuDevice]) -> None:
-    """Lets inputs of checkpointed blocks wait in host memory, where a GPU computes."""
-    if gpu is None:
+def move_activations(engine: Engine, where: str, gpu: Optional[GpuDevice]) -> None:
+    """Lets inputs of checkpointed blocks wait in host memory ("cpu"), where a GPU computes, or on drives ("nvme")."""
+    if where == "nvme" and engine.gathering.trains:
+        engine.move_activations(TileCopies(engine.gathering.ranks.meetings, gpu))
+    elif where == "cpu" and gpu is None:
         say('offloadd.activations = "cpu" has no effect: the model computes on the processor, so they are in host memory anyway')
-    elif engine.gathering.trains:
+    elif where == "cpu" and engine.gathering.trains:
         engine.move_activations(gpu.copies())
 
 

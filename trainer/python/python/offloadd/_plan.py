@@ -7,17 +7,30 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from . import _offloadd
 from ._config import Settings
-from ._errors import NoSpace, NotSupported
+from ._errors import Error, NoSpace, NotSupported
 from ._memory import GpuDevice
 from ._nodes import Topology
 from ._program import BIN
 from ._units import Unit
+
+
+class PlannedInputs(NamedTuple):
+    """Inputs of checkpointed blocks that wait elsewhere."""
+
+    # Host memory of those that wait there.
+    host_bytes: int = 0
+    # Space on drives of those that wait there, and what a step writes and reads of them.
+    area_bytes: int = 0
+    moved_bytes: int = 0
+
+
+NO_INPUTS = PlannedInputs()
 
 
 class Plan:
@@ -33,7 +46,7 @@ class Plan:
         tile_elems: Optional[int] = None,
         bus_bytes: int = 0,
         on_gpu: bool = False,
-        activation_bytes: int = 0,
+        inputs: "PlannedInputs" = NO_INPUTS,
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
@@ -42,12 +55,14 @@ class Plan:
         self.units = len(units)
         self.trains = any(unit.trained for unit in units)
         self.params = sum(unit.numel for unit in units)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, topology, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu))
+        self.engine_plan = json.dumps(
+            engine_plan(settings, run_dir, units, topology, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu, inputs)
+        )
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
-        # Inputs of checkpointed blocks, where they are planned, wait in host memory beside the tiles.
-        self.activation_bytes = activation_bytes
-        self.host_bytes = self.figures["host_bytes"] + activation_bytes
+        # Inputs of checkpointed blocks, where they are planned.
+        self.inputs = inputs
+        self.host_bytes = self.figures["host_bytes"] + inputs.host_bytes
         self._bus_bytes = bus_bytes
         # Lines for people about what else is planned, and reasons why it may fail.
         self.more: list[str] = []
@@ -78,19 +93,23 @@ class Plan:
     @property
     def problems(self) -> list[str]:
         """Why the run cannot start; empty where it can."""
-        return [self.figures["problem"]] if self.figures["problem"] else []
+        f = self.figures
+        more = f"; offloadd.activations_bytes of each process takes {bytes_text(f['input_bytes'])}" if f["input_bytes"] else ""
+        return [f["problem"] + more] if f["problem"] else []
 
     @property
     def warnings(self) -> list[str]:
         """Reasons why the run may fail later."""
         host, available = self.local_ranks * self.host_bytes, self.host_available_bytes
+        area, needed = self.figures["input_bytes"], self.inputs.area_bytes
+        small = [f"offloadd.activations_bytes = {area}: inputs of blocks need {needed} bytes on drives: set it to that"] if area < needed else []
         if available is None or host <= available:
-            return self.more_warnings
+            return [*small, *self.more_warnings]
         place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
         lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
         advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
-        what = "tiles and inputs of blocks" if self.activation_bytes else "tiles"
-        return [f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}", *self.more_warnings]
+        what = "tiles and inputs of blocks" if self.inputs.host_bytes else "tiles"
+        return [*small, f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}", *self.more_warnings]
 
     @property
     def bound_s(self) -> float:
@@ -111,12 +130,13 @@ class Plan:
     def __str__(self) -> str:
         f = self.figures
         of_ranks = f" for {self.local_ranks} ranks, {bytes_text(self.host_bytes)} each" if self.local_ranks > 1 else ""
+        in_memory = self.inputs.host_bytes + f["input_slot_bytes"]
         lines = [
             f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of {f['tile_elems']} elements",
             f"host      {bytes_text(self.local_ranks * self.host_bytes)}{of_ranks}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
             f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}"
             + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else "")
-            + (f", inputs of blocks {bytes_text(self.activation_bytes)}" if self.activation_bytes else ""),
+            + (f", inputs of blocks {bytes_text(in_memory)}" if in_memory else ""),
         ]
         if self.host_available_bytes is not None:
             lines[-1] += f"; {bytes_text(self.host_available_bytes)} available"
@@ -126,7 +146,10 @@ class Plan:
         if f["device_bytes"]:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
             copies = "two copies of each tile that changes" if self.trains else "one copy of each tile"
-            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: {copies}")
+            more = f", and {bytes_text(f['input_bytes'])} for inputs of blocks of each process" if f["input_bytes"] else ""
+            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: {copies}{more}")
+            if self.inputs.area_bytes:
+                lines.append(f'inputs    set "activations": "nvme" and "activations_bytes": {self.inputs.area_bytes} in offloadd, for micro-batches like this')
         else:
             lines.append("devices   nothing")
         lines += self._of_a_step() if self.trains else self._of_a_pass()
@@ -140,7 +163,12 @@ class Plan:
             reads = [f"{part} {bytes_text(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
             total = sum(f[part + "_read_bytes"] for part in ("forward", "backward", "update"))
             who = "each rank " * (self.local_ranks > 1)
-            lines.append(f"a step    {who}reads {bytes_text(total)} ({', '.join(reads)}), writes {bytes_text(f['written_bytes'])}")
+            written = f["written_bytes"] + self.inputs.moved_bytes
+            if self.inputs.moved_bytes:
+                reads.append(f"inputs of blocks {bytes_text(self.inputs.moved_bytes)}")
+            of = f" (inputs of blocks {bytes_text(self.inputs.moved_bytes)})" if self.inputs.moved_bytes else ""
+            of = ", and inputs of blocks, which --seq-len plans" if f["input_bytes"] and not of else of
+            lines.append(f"a step    {who}reads {bytes_text(total + self.inputs.moved_bytes)} ({', '.join(reads)}), writes {bytes_text(written)}{of}")
             rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})"
         counted = "" if f["compute_s"] is not None else "; without the time of forward and backward, which the first step measures"
         lines.append(f"bound     {f['bound_s']:.3g} s a step, limited by {f['wall']}{rates}{counted}")
@@ -173,6 +201,7 @@ def engine_plan(
     tile_elems: Optional[int] = None,
     bus_bytes: int = 0,
     on_gpu: bool = False,
+    inputs: "PlannedInputs" = NO_INPUTS,
 ) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
     where units depend on them; `bus_bytes` has those of weights that come to a GPU in a step, where they are planned. `on_gpu`: the model will compute
@@ -220,6 +249,8 @@ def engine_plan(
         "master": _master(settings, units),
         "optimizer": settings.rule,
         "commit_every": settings.commit_every,
+        "activations_bytes": _activations_bytes(settings, inputs) if any(unit.trained for unit in units) else 0,
+        "moved_bytes": inputs.moved_bytes,
         **json.loads(_offloadd.choices(json.dumps(facts))),
         "compute_gpu": gpu,
         "rank": topology.rank,
@@ -229,6 +260,21 @@ def engine_plan(
         "tile_elems": tile_elems,
         "bus_bytes": bus_bytes,
     }
+
+
+def _activations_bytes(settings: Settings, inputs: PlannedInputs) -> int:
+    """Bytes on drives for inputs of blocks, of each process; 0 where they do not wait there."""
+    if settings.activations != "nvme":
+        return 0
+    if settings.device != "nvme":
+        place = "offload_optimizer" if settings.parameters_stay and settings.device != "none" else "offload_param"
+        raise Error(f'offloadd.activations = "nvme": no state is on drives: set zero_optimization.{place}.device = "nvme", or offloadd.activations = "cpu"')
+    if not (settings.activations_bytes or inputs.area_bytes):
+        raise Error(
+            'offloadd.activations = "nvme": set offloadd.activations_bytes, the space on drives for the inputs of blocks of one micro-batch: '
+            "python -m offloadd plan --seq-len TOKENS --batch SEQUENCES --activations nvme computes it"
+        )
+    return settings.activations_bytes or inputs.area_bytes
 
 
 def _master(settings: Settings, units: list[Unit]) -> str:

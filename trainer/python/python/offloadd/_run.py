@@ -227,8 +227,7 @@ class Run:
         if plan.gpu is not None:
             _opening.move_to_gpu(self.engine, plan.gpu)
         _opening.keep_units(self.engine, self.settings, plan.gpu, self.run_dir)
-        if self.settings.activations == "cpu":
-            _opening.move_activations(self.engine, plan.gpu)
+        _opening.move_activations(self.engine, self.settings.activations, plan.gpu)
         if self.engine.gathering.keep:
             self.engine.gathering.refresh()
         self._connect(begins)

@@ -43,6 +43,8 @@ class TracedMemory:
     # Inputs of checkpointed blocks that leave the GPU and come back, and the host memory that they take.
     moved_bytes: int = 0
     moved_host_bytes: int = 0
+    # Sizes of these inputs.
+    moved_sizes: tuple[int, ...] = ()
 
 
 def trace(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], trains: bool, checkpoints: bool = False, moves: bool = False) -> TracedMemory:
@@ -62,6 +64,9 @@ class _NoCopies:
 
     device = torch.device("meta")
 
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
     def pin(self, size: int) -> Any:
         return types.SimpleNamespace(nbytes=size)
 
@@ -69,6 +74,7 @@ class _NoCopies:
         pass
 
     def leave(self, one: torch.Tensor, buffer: Any) -> Any:
+        self.sizes.append(one.nbytes)
         return self
 
     def bring_back(self, buffer: Any, form: Form) -> tuple[torch.Tensor, Any]:
@@ -76,6 +82,8 @@ class _NoCopies:
 
     def wait(self) -> None:
         pass
+
+    forget = wait
 
 
 @contextlib.contextmanager
@@ -104,7 +112,7 @@ def _traced(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], tra
             loss.backward()
         else:
             kept_bytes, cache_bytes = live.now, _cache_bytes(getattr(out, "past_key_values", None))
-    moved = (0, 0) if activations is None else (activations.moved_bytes, activations.pool.nbytes)
+    moved = (0, 0) if activations is None else (activations.moved_bytes, activations.pool.nbytes, tuple(activations.copies.sizes))
     return TracedMemory(live.peak, live.logits_at_peak, kept_bytes, cache_bytes, *moved)
 
 

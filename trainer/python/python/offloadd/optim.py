@@ -313,7 +313,8 @@ def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Map
     device = {"device": "nvme" if directories else "cpu", "nvme_path": list(map(str, directories))}
     place = {} if socket is None else {"socket": os.fspath(socket)}
     # Updates come with the parameters, while the next ones are read.
-    if ignored := {"optimizer_step", "run_dir", "units", "activations", "matmuls", "mlp_chunks", "loss_chunks", "gpu_resident_fraction"}.intersection(own):
+    kept = ("activations", "activations_bytes", "mlp_chunks", "loss_chunks")
+    if ignored := {"optimizer_step", "run_dir", "units", "matmuls", "gpu_resident_fraction", *kept}.intersection(own):
         raise Error(f"options has {', '.join(sorted(ignored))}, which an optimizer alone has no use for: leave it out")
     own = {**own, **place, "optimizer_step": "deferred"}
     return settings_of({"zero_optimization": {"offload_optimizer": device}, "offloadd": own}, schedules=False)

@@ -62,7 +62,10 @@ def train(dtype, gradients, device, **own):
         stays = run.engine.residency is not None and own["gpu_resident_fraction"] != 0
         assert run.resident_bytes > 0 if stays else run.resident_bytes == 0, "not the weights stay that are asked for"
         if "activations" in own:
-            assert run.engine.activations.copies.left == run.engine.activations.copies.came == 30, "inputs of blocks did not leave"
+            activations = run.engine.activations
+            assert activations.moved_bytes == 30 * 4 * 8 * dtype.itemsize, "inputs of blocks did not leave"
+            assert own["activations"] == "nvme" or activations.copies.left == activations.copies.came == 30
+            assert own["activations"] == "cpu" or activations.pool.nbytes == 0 and not activations.copies.under_way
     return found, ahead
 
 
@@ -147,8 +150,8 @@ for dtype, gradients, stored in cases:
     ):  # fmt: skip
         if device == "nvme" and (dtype, gradients, stored) != cases[1] or stored and updates != "gpu":
             continue
-        # The state on a drive, and inputs of blocks in host memory.
-        away = {"activations": "cpu"} if (device, step) in (("none", "deferred"), ("nvme", "deferred")) else {}
+        # Inputs of blocks in host memory, and on the drive of the state.
+        away = {"none": {"activations": "cpu"}, "nvme": {"activations": "nvme", "activations_bytes": 1 << 20}}.get(device, {})
         stay = next(STAY)
         on_gpu = {"compute_device": "cuda:0", "gpu_resident_fraction": stay}
         found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, **on_gpu, **away, **stored)

@@ -16,10 +16,12 @@ import torch
 driver, script = ctypes.CDLL(sys.argv[1]), sys.argv[2]
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+import offloadd._opening  # noqa: E402
 import offloadd._optimizer_run  # noqa: E402
 import offloadd._run  # noqa: E402
 from offloadd import _offloadd  # noqa: E402
 from offloadd._memory import GpuBytes  # noqa: E402
+from offloadd._tile_copies import TileCopies  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from stand_in import StandIn  # noqa: E402
@@ -122,7 +124,25 @@ class FakeGpu:
         call("fake_lend", ctypes.c_ulonglong(storage.data_ptr()), ctypes.c_size_t(storage.size()))
 
 
+class FakeTileCopies(TileCopies):
+    """Copies of tensors that are the fake's memory as long as they are copied."""
+
+    def _begin(self, begin, one, buffer):
+        call("fake_lend", ctypes.c_ulonglong(one.data_ptr()), ctypes.c_size_t(one.nbytes))
+        if begin == self.tiles.bring_back:
+            ctypes.memset(one.data_ptr(), 0xFF, one.nbytes)
+        return super()._begin(begin, one, buffer)
+
+    def wait(self, number, stream):
+        one = self.under_way.get(number)
+        super().wait(number, stream)
+        if one is not None:
+            call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))
+            call("fake_take_back", ctypes.c_ulonglong(one.data_ptr()))
+
+
 if __name__ == "__main__":
+    offloadd._opening.TileCopies = FakeTileCopies
     for module in (offloadd._run, offloadd._optimizer_run):
         module.gpu_of = lambda settings, params: FakeGpu() if settings.compute_device else None
     sys.argv = [script, *sys.argv[3:]]

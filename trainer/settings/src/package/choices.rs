@@ -13,6 +13,7 @@ pub(super) struct Choices {
     pub(super) resident_fraction: f64,
     pub(super) gradients: Option<&'static str>,
     pub(super) activations: &'static str,
+    pub(super) activations_bytes: u64,
     pub(super) matmuls: &'static str,
     pub(super) gpu_resident_fraction: Option<f64>,
     pub(super) shard: &'static str,
@@ -56,6 +57,10 @@ impl Choices {
             &["auto", "cpu", "nvme"],
         );
         let activations = activations(config, faults);
+        let activations_bytes = faults.collect(bytes(
+            "offloadd.activations_bytes",
+            own.activations_bytes.as_ref(),
+        ));
         let matmuls = one_of(faults, "offloadd.matmuls", &own.matmuls, &["dtype", "fp8"]);
         let shard = one_of(faults, "offloadd.shard", &own.shard, &["auto", "all"]);
         let moments = faults.collect(moments("offloadd.moments", &own.moments, bf16));
@@ -100,6 +105,7 @@ impl Choices {
             resident_fraction: resident_fraction?.get(),
             gradients: chosen(gradients?),
             activations: activations?,
+            activations_bytes: activations_bytes?.unwrap_or(0),
             matmuls: matmuls?,
             gpu_resident_fraction,
             shard: shard?,
@@ -117,11 +123,10 @@ fn activations(config: &PackageToml, faults: &mut Faults) -> Option<&'static str
     const KEY: &str = "offloadd.activations";
     let own = config.offloadd.activations.as_deref();
     let asked = config.activation_checkpointing.cpu_checkpointing == Some(true);
-    if own == Some("nvme") {
-        let message = "\"nvme\" is not supported: use \"cpu\", pinned host memory";
-        faults.0.push(value(KEY, message));
-        return None;
-    }
     let given = own.or(asked.then_some("cpu"));
-    faults.collect(word(KEY, given, &[("gpu", "gpu"), ("cpu", "cpu")]))
+    faults.collect(word(
+        KEY,
+        given,
+        &["gpu", "cpu", "nvme"].map(|word| (word, word)),
+    ))
 }

@@ -67,6 +67,8 @@ pub struct PackageSettings {
     /// `None` chooses by the host's memory.
     pub gradients: Option<&'static str>,
     pub activations: &'static str,
+    /// Space on drives for inputs of blocks; 0 where the file has none.
+    pub activations_bytes: u64,
     /// Numbers of the factors in products of Linear layers.
     pub matmuls: &'static str,
     /// Chunks of tokens in which a block's MLP is computed.
@@ -261,6 +263,7 @@ fn resolve(
         resident_fraction: choices.resident_fraction,
         gradients: choices.gradients,
         activations: choices.activations,
+        activations_bytes: choices.activations_bytes,
         matmuls: choices.matmuls,
         mlp_chunks: own.mlp_chunks.unwrap_or(1),
         loss_chunks: own.loss_chunks.unwrap_or(1),

@@ -132,11 +132,13 @@ fn inputs_of_blocks_wait_where_a_key_says() {
         of(json!({"activations": "cpu"}), json!(false)).unwrap(),
         "cpu"
     );
-    let refused = |word: &str| of(json!({"activations": word}), json!(null)).unwrap_err();
-    assert!(
-        refused("nvme").contains("offloadd.activations: \"nvme\" is not supported: use \"cpu\"")
-    );
-    assert!(refused("disk").contains("offloadd.activations: \"disk\": use \"gpu\" or \"cpu\""));
+    let area = json!({"activations": "nvme", "activations_bytes": "3GiB"});
+    assert_eq!(of(area.clone(), json!(true)).unwrap(), "nvme");
+    let found = read(json!({"offloadd": area})).unwrap();
+    assert_eq!(found.activations_bytes, 3 << 30);
+    let refused = of(json!({"activations": "disk"}), json!(null)).unwrap_err();
+    let words = "offloadd.activations: \"disk\": use \"gpu\", \"cpu\" or \"nvme\"";
+    assert!(refused.contains(words), "{refused}");
 }
 
 #[test]

@@ -41,9 +41,14 @@ keys! {
         /// Where gradients wait for the update: "cpu", or "nvme", which writes and reads them once more.
         #[default("host memory if they take at most half of what is available")]
         pub gradients: Option<String>,
-        /// Where inputs of checkpointed blocks wait for their backward when a GPU computes: "gpu", or "cpu" (pinned host memory).
+        /// Where inputs of checkpointed blocks wait for their backward: "gpu", "cpu" (pinned host memory, when a GPU computes), or "nvme" (the
+        /// drives of the state).
         #[default("\"gpu\"")]
         pub activations: Option<String>,
+        /// Space on the drives for inputs of blocks with activations = "nvme", for each process: those of one micro-batch, which
+        /// `python -m offloadd plan --seq-len TOKENS --activations nvme` computes.
+        #[default("")]
+        pub activations_bytes: Option<ByteCount>,
         /// Numbers of the factors in the products of Linear layers in blocks: "dtype" (the parameters'), or "fp8" (8 bits; NVIDIA GPUs from Ada
         /// and Hopper on, parameters in bf16), as the trainer's train.matmuls has them. The choice changes results.
         #[default("\"dtype\"")]
