@@ -64,7 +64,7 @@ struct ConfigToml {
     /// Default: `false`. Example: `false`.
     #[serde(default)]
     require_locked: bool,
-    /// Most sessions at a time, 1 to 1024. Each training process has one session.
+    /// Most sessions at a time, 1 to 1024. Each training process has one for each model that it has in tiles.
     ///
     /// Default: `64`. Example: `128`.
     #[serde(default)]

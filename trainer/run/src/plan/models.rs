@@ -98,8 +98,8 @@ fn page(dir: &Path) -> String {
             "# Memory and space that models need in each tier
 
 Generated from the plans of `configs/models` by `make docs`; a test keeps it current. bf16 with AdamW, one process,
-{} tokens a step, nothing of a block kept for backward, the update on the CPU, all gradients in host memory unless the
-state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
+{} tokens a step, all activations recomputed, the update on the CPU, gradients in host memory unless all is on the
+GPU. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
 TFLOPS and 16 cores: drives that limit the step are written 276 TB a day. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
 block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a machine needs. `trainer plan --model config.json` plans for another machine.

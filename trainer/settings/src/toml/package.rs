@@ -15,7 +15,7 @@ keys! {
         /// give the same bits.
         #[default("\"deferred\"")]
         pub optimizer_step: Option<String>,
-        /// Fraction of the tiles that stays in host memory.
+        /// Fraction of the tiles that stays in host memory; "auto" counts as left out.
         #[default("0.0")]
         pub resident_fraction: Option<f64>,
         /// Classes or patterns of module names whose parameters move together; `prepare(..., units=[...])` takes precedence.

@@ -162,7 +162,7 @@ keys! {
 
     /// `model.rope_scaling`: scaling of the rotary position embedding.
     pub struct RopeScalingToml {
-        /// Scaling method, under Hugging Face's name: "linear", "dynamic", "llama3" or "yarn".
+        /// Scaling method, under Hugging Face's name: "linear", "llama3", "yarn", or "dynamic", which extends nothing.
         #[default("none")]
         #[example("\"llama3\"")]
         pub rope_type: Option<String>,
@@ -377,7 +377,8 @@ keys! {
         #[default("\"dtype\"")]
         #[example("\"dtype\"")]
         pub matmuls: Option<String>,
-        /// Chunks into which the MLP of a block is divided; they are computed one after the other.
+        /// Chunks into which the MLP of a block is divided; they are computed one after the other. With more than one, all
+        /// activations are recomputed, attention is not cuDNN's, and sums are added in another order.
         #[default("1")]
         #[example("4")]
         pub mlp_chunks: Option<u64>,
