@@ -81,9 +81,15 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "cross_document_attention": lines["data"]["cross_document_attention"],
         "seed": settings.train.seed,
     });
-    // Runs that are older than this setting have none.
+    // Runs that are older than these settings have none.
     if settings.train.matmuls != Matmuls::InDtype {
         with["matmuls"] = lines["train"]["matmuls"].clone();
+    }
+    if settings.train.mlp_chunks > 1 {
+        with["mlp_chunks"] = lines["train"]["mlp_chunks"].clone();
+    }
+    if !settings.train.deterministic {
+        with["deterministic"] = false.into();
     }
     with
 }
@@ -94,21 +100,33 @@ mod tests {
     use training_state::run::differences;
 
     #[test]
-    fn other_factors_of_products_are_named_and_runs_before_this_setting_had_the_dtype() {
-        let with = |matmuls: &str| {
+    fn what_changes_the_bits_of_products_is_named_and_runs_before_these_settings_had_the_defaults()
+    {
+        let with = |train: Value| {
             let tree = json!({
                 "train_micro_batch_size_per_gpu": 1,
                 "model": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
                 "data": {"files": ["text"]},
-                "train": {"steps": 1, "seq_len": 16, "matmuls": matmuls},
+                "train": train,
             });
+            let mut tree = tree;
+            tree["train"]["steps"] = json!(1);
+            tree["train"]["seq_len"] = json!(16);
             trained_with(&crate::config::check(tree, "test", None).unwrap())
         };
-        assert!(with("dtype").get("matmuls").is_none());
-        let changes = differences(&with("dtype"), &with("fp8"));
-        let named: Vec<(&str, &str)> = (changes.iter())
-            .map(|change| (change.what.as_str(), change.now.as_str()))
-            .collect();
-        assert_eq!(named, [("matmuls", "fp8")]);
+        let before = with(json!({"matmuls": "dtype", "mlp_chunks": 1, "deterministic": true}));
+        assert_eq!(before, with(json!({})));
+        for (key, value, now) in [
+            ("matmuls", json!("fp8"), "fp8"),
+            ("mlp_chunks", json!(2), "2"),
+            ("deterministic", json!(false), "false"),
+        ] {
+            assert!(before.get(key).is_none());
+            let changes = differences(&before, &with(json!({key: value})));
+            let named: Vec<(&str, &str)> = (changes.iter())
+                .map(|change| (change.what.as_str(), change.now.as_str()))
+                .collect();
+            assert_eq!(named, [(key, now)]);
+        }
     }
 }

@@ -145,11 +145,20 @@ pub fn check(mut tree: Value, name: &str, ranks: u32) -> Result<PackageSettings,
     let ignored = deepspeed::simplify(&mut tree, Reader::Package);
     deepspeed::note_ignored(&ignored, name, Reader::Package, &mut said);
     let has_optimizer = is_filled(&tree, "optimizer");
+    let fraction = tree.pointer("/offloadd/resident_fraction");
+    let is_auto = fraction.and_then(Value::as_str) == Some("auto");
     let ParsedSettings {
         config,
-        faults,
+        mut faults,
         without_effect,
     } = parse::<PackageToml>(tree, Reader::Package, &mut said);
+    if is_auto {
+        // Elsewhere "auto" means the default, and this default is 0; in the trainer's file it means as much as fits.
+        faults.push(value(
+            "offloadd.resident_fraction",
+            "\"auto\": the package does not choose it: give a number from 0 to 1, or leave it out for 0",
+        ));
+    }
     let lines = said.warnings.iter().map(|text| format!("warning: {text}"));
     let said = lines.chain(said.notes.iter().cloned()).collect();
     match resolve(&config, has_optimizer, ranks) {

@@ -92,11 +92,12 @@ fn everything_wrong_is_told_at_once() {
         "train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2},
         "zero_optimization": {"stage": 7, "overlap_com": true, "zero_quantized_weights": true},
         "optimizer": {"type": "Adagrad"}, "scheduler": {"type": "WarmupDecayLR"}, "bf16": {"enabled": "yes"},
-        "offloadd": {"moments": "fp8", "comit_every": 2, "update_threads": 0, "mlp_chunks": 0, "loss_chunks": 0}, "offload": {},
+        "offloadd": {"moments": "fp8", "comit_every": 2, "update_threads": 0, "mlp_chunks": 0, "loss_chunks": 0, "resident_fraction": "auto"}, "offload": {},
     }));
     let told = told.unwrap_err();
     for part in [
-        "14 settings are wrong\n",
+        "15 settings are wrong\n",
+        "offloadd.resident_fraction: \"auto\": the package does not choose it",
         "train_batch_size: 7 is not a multiple",
         "pipeline is not supported: leave it out: all ranks",
         "zero_optimization.stage: 7: must be 0 to 3",
