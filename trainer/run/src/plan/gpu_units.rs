@@ -104,7 +104,9 @@ impl Plan {
             let most = fraction * elems_of(&self.units);
             // The nearest number of blocks; rounding must not lose the last one.
             let in_gpu = fill(self.units.len(), most + elems(1) / 2.0, elems);
-            return self.keep_in_gpu(settings, in_gpu);
+            self.keep_in_gpu(settings, in_gpu)?;
+            self.fit_beside_tiles(settings);
+            return Ok(());
         }
         let host = self.clone();
         let levels = match settings.train.activation_checkpointing {
@@ -137,9 +139,7 @@ impl Plan {
         if !updates_elsewhere {
             let mut all = host.clone();
             all.keep_in_gpu(settings, vec![true; all.units.len()])?;
-            all.choose_activations(settings);
-            all.choose_checkpointing(settings);
-            all.set_rates(settings);
+            all.fit_beside_tiles(settings);
             let fits = all.gpu_bytes() <= most_of(&gpu);
             if fits && all.judged_s(settings) <= self.judged_s(settings) * ALL_S_MAX {
                 *self = all;
@@ -155,6 +155,13 @@ impl Plan {
         self.refresh(settings)?;
         self.choose_update(settings);
         Ok(())
+    }
+
+    /// Chooses again what blocks keep, in the memory that tiles leave.
+    fn fit_beside_tiles(&mut self, settings: &RunSettings) {
+        self.choose_activations(settings);
+        self.choose_checkpointing(settings);
+        self.set_rates(settings);
     }
 
     fn say_gpu_units(&mut self, settings: &RunSettings, host: &Self) {

@@ -66,6 +66,24 @@ fn a_fraction_that_is_set_is_met_within_a_block() {
 }
 
 #[test]
+fn a_fraction_that_is_set_leaves_blocks_what_it_does_not_take() {
+    let keeps = |fraction: f64, memory_gib: u64| {
+        let plan = with(json!(fraction), memory_gib);
+        plan.check().unwrap();
+        plan.checkpointing
+    };
+    let host = keeps(0.0, 30);
+    assert_eq!(
+        host,
+        ActivationCheckpointing::Matmuls,
+        "there is room for all"
+    );
+    let all = keeps(1.0, 30);
+    assert_ne!(all, host);
+    assert_eq!(keeps(1.0, 139), host);
+}
+
+#[test]
 fn nothing_stays_without_being_asked_for_even_if_the_ends_are_small() {
     let few_words = [("model.vocab_size", json!(320))];
     for device in ["cpu", "nvme"] {
