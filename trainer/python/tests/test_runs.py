@@ -317,10 +317,13 @@ def test_a_resumed_run_with_batches_of_another_size_skips_as_many_samples(tmp_pa
 
 
 def test_auto_counts_as_left_out_below_offloadd_too():
-    given = settings_of({"offloadd": {"resident_fraction": "auto", "gpu_resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
+    given = settings_of({"offloadd": {"gpu_resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
     assert given.gpu_resident_fraction is None and settings_of({"offloadd": {"gpu_resident_fraction": 0}}).gpu_resident_fraction == 0
     assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, None, 1)
     assert given.default_dir == pathlib.Path("offloadd-run").absolute()
+    # The trainer's "auto" is as much as fits, and this default is 0.
+    with pytest.raises(offloadd.Error, match='offloadd.resident_fraction: "auto": the package does not choose it'):
+        settings_of({"offloadd": {"resident_fraction": "auto"}})
 
 
 def test_a_file_is_read_as_deepspeed_reads_it_and_what_it_ignores_is_told(tmp_path, capsys):
