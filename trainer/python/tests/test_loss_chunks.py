@@ -16,7 +16,7 @@ import offloadd  # noqa: E402
 import offloadd.optim  # noqa: E402
 from offloadd._config import settings_of  # noqa: E402
 from offloadd._gpu_plan import computed  # noqa: E402
-from offloadd._loss_chunks import LossChunks  # noqa: E402
+from offloadd._loss_chunks import Logits, LossChunks  # noqa: E402
 from offloadd._mlp_chunks import MlpChunks  # noqa: E402
 from offloadd._units import units_of  # noqa: E402
 from test_activations import Moved  # noqa: E402
@@ -423,6 +423,191 @@ def test_inputs_of_blocks_in_host_memory_and_mlps_in_chunks(checkpointing):
     assert moved[0] == moved[1] > 0
 
 
+class Between:
+    """A model of one kind, with one chunk or more, and what a script does between its forward, its loss and its backward."""
+
+    def __init__(self, count, adapters=False):
+        self.model = make(llama())
+        if adapters:
+            self.model = adapted(self.model, target_modules=["lm_head", "q_proj"])
+            self.model.add_adapter("other", peft_of("LoraConfig")(r=4, init_lora_weights=False, target_modules=["lm_head", "q_proj"]))
+        if count > 1:
+            LossChunks(self.model, count)
+            MlpChunks(self.model, count)
+        self.temperature = torch.tensor(2.0)
+
+    def logits(self, **more):
+        return self.model(batch()["input_ids"], **more).logits
+
+    def loss(self, logits):
+        return functional.cross_entropy(logits.view(-1, VOCAB), batch()["labels"].flatten())
+
+    def given(self):
+        """Other weights, as sharpness-aware steps have them."""
+        return {name: (1.5 * param.detach()).requires_grad_() for name, param in self.model.named_parameters()}
+
+
+def peft_of(name):
+    return getattr(pytest.importorskip("peft", reason="peft is not installed: make test-tools"), name)
+
+
+def call_with_other_weights(s):
+    return s.loss(torch.func.functional_call(s.model, s.given(), (batch()["input_ids"],)).logits)
+
+
+def loss_with_other_weights(s):
+    return torch.func.functional_call(s.model, s.given(), (), batch()).loss
+
+
+def step_between(s):
+    optimizer = torch.optim.SGD(s.model.parameters(), 50.0)
+    s.model(**batch()).loss.backward()
+    logits = s.logits()
+    optimizer.step()
+    return s.loss(logits)
+
+
+def without_adapter(s):
+    with s.model.disable_adapter():
+        logits = s.logits()
+    return s.loss(logits)
+
+
+def another_adapter(s):
+    logits = s.logits()
+    s.model.set_adapter("other")
+    return s.loss(logits)
+
+
+def one_backward_of_two_adapters(s):
+    loss = s.model(**batch()).loss
+    s.model.set_adapter("other")
+    return loss + s.model(**batch()).loss
+
+
+def scale_of_an_adapter(s):
+    loss = s.model(**batch()).loss
+    s.model.base_model.model.lm_head.scaling["default"] = 7.0
+    return loss
+
+
+def trained_number(s):
+    number = torch.tensor(2.0, requires_grad=True)
+    logits = s.logits() / number
+    with torch.no_grad():
+        number.fill_(50.0)
+    return s.loss(logits)
+
+
+def hidden_states(s):
+    out = s.model(batch()["input_ids"], output_hidden_states=True)
+    with torch.no_grad():
+        out.hidden_states[-1].zero_()
+    return s.loss(out.logits)
+
+
+def activation(s):
+    loss = s.model(**batch()).loss
+    s.model.model.layers[0].mlp.act_fn = nn.ReLU()
+    return loss
+
+
+# Changes after which the head or an MLP would compute another result than in the forward.
+DEPENDS = {
+    "functional_call, the loss after it": (call_with_other_weights, "lm_head.weight is another tensor than in the forward, as in torch.func.functional_call"),
+    "functional_call of the loss": (loss_with_other_weights, "is another tensor than in the forward, as in torch.func.functional_call"),
+    "a step": (step_between, "lm_head.weight was changed after the forward"),
+    "an adapter that was off": (without_adapter, "_disable_adapters was True in the forward and is False"),
+    "another adapter": (another_adapter, "_active_adapter was "),
+    "two adapters in one backward": (one_backward_of_two_adapters, "_active_adapter was "),
+    "an adapter's scale": (scale_of_an_adapter, "scaling was "),
+    "a trained number": (trained_number, "a number given to div was changed after the forward"),
+    "the head's input": (hidden_states, "its input was changed after the forward"),
+    "an MLP's activation": (activation, "act_fn was a SiLUActivation in the forward and is a ReLU"),
+}
+
+
+@pytest.mark.parametrize("what", DEPENDS)
+def test_what_the_result_depends_on_may_not_change_before_it_is_computed(what):
+    change, told = DEPENDS[what]
+    s = Between(CHUNKS, adapters="adapter" in what)
+    with pytest.raises(offloadd.NotSupported, match=f"offloadd.(loss|mlp)_chunks: .* is computed in chunks.*{told}"):
+        change(s).backward()
+
+
+def autocast_left(s):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = s.logits()
+    return s.loss(logits)
+
+
+def autocast_entered(s):
+    logits = s.logits()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return s.loss(logits)
+
+
+def number_written(s):
+    logits = s.logits() / s.temperature
+    if isinstance(logits, Logits):
+        # Plain PyTorch refuses the backward.
+        s.temperature.fill_(50.0)
+    return s.loss(logits)
+
+
+def evaluated(s):
+    logits = s.logits()
+    s.model.eval()
+    loss = s.loss(logits)
+    s.model.train()
+    return loss
+
+
+def later_in_the_step(s):
+    first = s.logits()
+    s.loss(s.logits()).backward()
+    return s.loss(first)
+
+
+def other_weights_and_their_end(s):
+    with torch.nn.utils.stateless._reparametrize_module(s.model, s.given()):
+        loss = s.model(**batch()).loss
+        loss.backward()
+    return s.model(**batch()).loss
+
+
+# What a script may do, with the result of plain PyTorch.
+KEEPS = [autocast_left, autocast_entered, number_written, evaluated, later_in_the_step, other_weights_and_their_end]
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the types of the products with a number for each word."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "mm" in str(func) and result.shape[-1] == VOCAB and result.numel():
+            self.dtypes.add(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("between", KEEPS, ids=lambda one: one.__name__)
+def test_what_happens_between_forward_and_loss_has_the_results_of_pytorch(between):
+    found = []
+    for count in (1, CHUNKS):
+        s = Between(count)
+        with Products() as products:
+            loss = between(s)
+        loss.backward()
+        found.append((products.dtypes, loss.dtype, loss.detach(), s.model))
+    (*whole, expected, plain), (*ours, loss, model) = found
+    assert whole == ours and torch.allclose(loss, expected, rtol=1e-6)
+    assert distance(plain, {name: param.grad for name, param in model.named_parameters()}) < (1e-2 if torch.bfloat16 in whole[0] else 1e-6)
+
+
 def whole_model(model):
     model.forward = torch.compile(model.forward, backend="aot_eager")
 
@@ -491,6 +676,34 @@ def test_a_run_trains_in_chunks_until_it_ends(tmp_path):
         both = config("cpu", tmp_path, mlp_chunks=2, loss_chunks=2)
         offloadd.prepare(refused, torch.optim.AdamW(refused.parameters()), both, run_dir=tmp_path / "other")
     assert not (tmp_path / "other").exists() and not any("forward" in vars(module) for module in refused.modules())
+
+
+def loads(run, optimizer, loss):
+    run.load_state_dict({"lm_head.weight": torch.ones(VOCAB, 32)}, strict=False)
+    return loss()
+
+
+def steps(run, optimizer, loss):
+    run.model(**batch()).loss.backward()
+    optimizer.step()
+    return loss()
+
+
+def moves(run, optimizer, loss):
+    moved = {name: param * 1.5 for name, param in run.model.named_parameters()}
+    torch.func.functional_call(run.model, moved, (), batch()).loss.backward()
+
+
+@pytest.mark.parametrize("key, does", [("loss_chunks", loads), ("loss_chunks", steps), ("loss_chunks", moves), ("mlp_chunks", moves)])
+def test_what_changes_in_a_run_before_it_is_computed_is_refused(tmp_path, key, does):
+    model = make(llama())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path, **{key: CHUNKS}), run_dir=tmp_path / "run") as run:
+        logits = model(batch()["input_ids"]).logits
+        with pytest.raises(
+            offloadd.NotSupported, match=f"offloadd.{key}: .* is computed in chunks.* (was changed after|is another tensor than in) the forward"
+        ):
+            does(run, optimizer, lambda: functional.cross_entropy(logits.view(-1, VOCAB), batch()["labels"].flatten()))
 
 
 class Data(torch.utils.data.Dataset):

@@ -10,15 +10,18 @@ are theirs. Whatever else asks for logits is refused by name. Passes without gra
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable, NoReturn, Optional, Sequence
+from typing import Any, Callable, ContextManager, NamedTuple, NoReturn, Optional, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ._activations import staying
+from ._dependencies import Dependencies
 from ._errors import NotSupported
 from ._forwards import is_of_engine
 from ._mlp_chunks import HOOKS, is_rowwise
@@ -87,13 +90,33 @@ def _in_place_of(head: nn.Module, count: int, name: str, below: Callable[..., An
         return below(*args, **kwargs)
     _check_hooks(name, head)
     none = below(given.reshape(-1, given.shape[-1])[:0])
-    return Logits(head, given, none.detach(), (), none.requires_grad)
+    called = _Call(head, _autocast_of(given.device.type), Dependencies(_KEY, name, head, {"its input": given}))
+    return Logits(called, given, none.detach(), (), none.requires_grad)
+
+
+class _Call(NamedTuple):
+    """A call of a head, whose product is computed later."""
+
+    head: nn.Module
+    # What the product is computed within, as the script has called the head.
+    autocast: Callable[[], ContextManager]
+    depends_on: Dependencies
+
+
+@torch.compiler.disable
+def _autocast_of(device: str) -> Callable[[], ContextManager]:
+    """The autocast that is under way, to be entered again."""
+    if not torch.amp.is_autocast_available(device):
+        # That of a plan.
+        return contextlib.nullcontext
+    how = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device), "cache_enabled": torch.is_autocast_cache_enabled()}
+    return functools.partial(torch.autocast, device, **how)
 
 
 class Logits(torch.Tensor):
     """Logits of a training forward: their values are never in memory together."""
 
-    _head: nn.Module
+    _call: _Call
     # The input of the head, with the rows that the logits have.
     _states: torch.Tensor
     # Logits of no token, on which everything is done at once that is noted.
@@ -101,10 +124,10 @@ class Logits(torch.Tensor):
     _notes: Sequence[Note]
 
     @staticmethod
-    def __new__(cls, head: nn.Module, states: torch.Tensor, none: torch.Tensor, notes: Sequence[Note], trained: bool) -> "Logits":
+    def __new__(cls, call: _Call, states: torch.Tensor, none: torch.Tensor, notes: Sequence[Note], trained: bool) -> "Logits":
         how = {"dtype": none.dtype, "device": none.device, "requires_grad": trained}
         made = torch.Tensor._make_wrapper_subclass(cls, (*states.shape[:-1], none.shape[-1]), **how)
-        made._head, made._states, made._none, made._notes = head, states, none, notes
+        made._call, made._states, made._none, made._notes = call, states, none, notes
         return made
 
     # torch calls it instead of each function that is given one.
@@ -126,7 +149,7 @@ class Logits(torch.Tensor):
             if name == "__getitem__":
                 return own._part(args[1])
             if name in _NOTED and all(_is_number(one) for one in (*args[1:], *kwargs.values())):
-                return own._noted(lambda values: func(values, *args[1:], **kwargs))
+                return own._with_numbers(func, args[1:], kwargs)
         _refuse(name)
 
     # What reaches torch otherwise.
@@ -142,11 +165,23 @@ class Logits(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Logits(without values: {_KEY}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    def _noted(self, note: Note) -> "Logits":
-        return self._like(self._states, note(self._none), (*self._notes, note))
+    def _with_numbers(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `func` makes of these logits and of numbers."""
+        call = self._call
+        given = tree_map(lambda one: one.detach().clone() if isinstance(one, torch.Tensor) and not one.requires_grad else one, (args, kwargs))
+        for one in tree_leaves(given):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                # It has a gradient, and no copy of it would.
+                call = call._replace(depends_on=call.depends_on.with_given(f"a number given to {func.__name__}", one))
+        return self._noted(lambda values: func(values, *given[0], **given[1]), call)
 
-    def _like(self, states: torch.Tensor, none: Optional[torch.Tensor] = None, notes: Optional[Sequence[Note]] = None) -> "Logits":
-        return Logits(self._head, states, self._none if none is None else none, self._notes if notes is None else notes, self.requires_grad)
+    def _noted(self, note: Note, call: Optional[_Call] = None) -> "Logits":
+        return self._like(self._states, note(self._none), (*self._notes, note), call)
+
+    def _like(
+        self, states: torch.Tensor, none: Optional[torch.Tensor] = None, notes: Optional[Sequence[Note]] = None, call: Optional[_Call] = None
+    ) -> "Logits":
+        return Logits(call or self._call, states, self._none if none is None else none, self._notes if notes is None else notes, self.requires_grad)
 
     def _reshaped(self, name: str, args: tuple, kwargs: dict[str, Any]) -> "Logits":
         *rows, width = getattr(_shaped(*self.shape), name)(*args, **kwargs).shape
@@ -202,7 +237,7 @@ def _cross_entropy(
     # What is wrong with the arguments is PyTorch's to say.
     functional.cross_entropy(_shaped(len(input), 1), target.to("meta"), reduction=reduction, **options)
     # It is a call of the head, whose weights may have to come.
-    result = input._head(_Loss(input, target, reduction != "none", options))
+    result = input._call.head(_Loss(input, target, reduction != "none", options))
     if reduction != "mean":
         return result
     counted = (target != ignore_index).sum()
@@ -223,6 +258,8 @@ class _Loss:
 
     def compute(self, product: Callable[..., torch.Tensor], count: int) -> torch.Tensor:
         states, labels = self._logits._states, self._labels
+        # An error within a checkpoint would leave its hooks to what follows, as long as somebody holds the traceback.
+        self._logits._call.depends_on.check()
         rows = max(1, -(-len(states) // count))
         of_chunk = functools.partial(self._of_chunk, product)
         if torch.is_grad_enabled():
@@ -232,7 +269,10 @@ class _Loss:
         return torch.stack(results).sum() if self._is_sum else torch.cat(results)
 
     def _of_chunk(self, product: Callable[..., torch.Tensor], states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = product(states)
+        call = self._logits._call
+        call.depends_on.check()
+        with call.autocast():
+            logits = product(states)
         for note in self._logits._notes:
             logits = note(logits)
         return functional.cross_entropy(logits, labels, reduction="sum" if self._is_sum else "none", **self._options)

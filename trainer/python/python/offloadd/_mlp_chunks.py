@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import checkpoint
 
 from ._activations import staying
+from ._dependencies import Dependencies
 from ._errors import NotSupported
 from ._released import in_transform
 from ._replaced_forwards import Layer, ReplacedForwards, is_given_by_others
@@ -101,9 +102,18 @@ def _in_chunks(mlp: nn.Module, count: int, name: str, forward: Callable[..., Any
     rows = states.reshape(1, -1, states.shape[-1])
     parts = rows.split(-(-rows.shape[1] // count), dim=1)
     if torch.is_grad_enabled():
+        depends_on: list[Dependencies] = []
+
+        def of_chunk(part: torch.Tensor) -> torch.Tensor:
+            # None yet in the forward, which may set what a layer chooses at its first call.
+            for one in depends_on:
+                one.check()
+            return forward(part)
+
         # They are parts of a block's results, which stay where the block computes.
         with staying():
-            results = [checkpoint.checkpoint(forward, part, use_reentrant=False) for part in parts]
+            results = [checkpoint.checkpoint(of_chunk, part, use_reentrant=False) for part in parts]
+        depends_on.append(Dependencies(_KEY, name, mlp, {"its input": states}))
     else:
         results = [forward(part) for part in parts]
     return torch.cat(results, dim=1).reshape(*states.shape[:-1], -1)

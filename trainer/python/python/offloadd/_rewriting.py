@@ -10,6 +10,7 @@ import torch
 from ._commits import Commits
 from ._errors import Error, NotSupported
 from ._packed import same_numbers
+from ._released import AS_TENSORS
 from ._units import Unit
 from ._weights import sources_of
 
@@ -74,6 +75,10 @@ class Rewriting:
         self._engine.check_between_steps("other weights or another state of them")
         with self.committing(units, "weights"):
             yield
+        with AS_TENSORS():
+            for param in [param for unit in units for param in unit.params]:
+                # As a copy into it does: autograd refuses graphs that saved the weight of before.
+                torch.autograd.graph.increment_version(param)
         self._engine.updated()
 
     # Weights
