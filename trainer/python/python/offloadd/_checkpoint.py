@@ -64,6 +64,8 @@ def save_checkpoint(
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
     partial, ranks = directory / f"{tag}.partial", commits.ranks
+    for copies in (commits.engine.gathering.state_copies, commits.optimizer._state_copies):
+        copies.refuse_writes()
     commits.drain()
     separately = is_separate(commits.settings, ranks, directory)
     # The ranks that make a directory and name it.
@@ -197,6 +199,8 @@ def load_checkpoint(commits: Commits, directory: Path, tag: Optional[str]) -> tu
         commits.layout.check(kept["layout"], f"the checkpoint {path}")
         state = torch.load(io.BytesIO(read_file(path, _STATE)), weights_only=True)
         commits.restore(path, state["run"])
+        for copies in (commits.engine.gathering.state_copies, commits.optimizer._state_copies):
+            copies.forget()
         commits.saved_unix_s = max(commits.saved_unix_s, age(directory, tag)[0])
     except Damaged as error:
         if commits.settings.use_node_local_storage and commits.ranks.topology.nodes > 1:

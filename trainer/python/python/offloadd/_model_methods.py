@@ -52,7 +52,6 @@ class ModelMethods:
     def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state; names of one parameter have one tensor, as in a model that is not prepared."""
         if not (args or kwargs.get("keep_vars") or self._gathering.keep):
-            self._gathering.state_copies.refuse_writes()
             state = self._plain_state_dict(**{**kwargs, "keep_vars": True})
             state.update(Blocks(self._gathering, state).copies())
             return state

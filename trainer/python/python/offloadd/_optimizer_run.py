@@ -509,6 +509,8 @@ class OptimizerRun:
         if os.getpid() != self._process:
             self.closed = True
             return
+        if failed is None:
+            self.optimizer._state_copies.warn_of_writes()
         try:
             if ranks.count > 1 and failed is not None:
                 meetings.end(f"{type(failed).__name__}: {failed}")

@@ -399,8 +399,6 @@ class Run:
     def close(self, keep: Optional[bool] = None) -> None:
         """Commits the last step and ends the run in order. The model and the optimizer are plain ones again, with their values, if `keep`, or if
         the host's memory has room for them; otherwise parameters have no values any more. A second call does nothing."""
-        if not self.closed and (why := self.engine.gathering.state_copies.why_written()):
-            say(f"warning: the model does not have what was written to its state: {why}")
         self._close(None, keep)
 
     def _close_at_exit(self) -> None:
@@ -419,6 +417,9 @@ class Run:
         atexit.unregister(self._at_exit)
         if os.getpid() != self._process:
             return
+        if failed is None:
+            for copies in (self.engine.gathering.state_copies, self.optimizer._state_copies):
+                copies.warn_of_writes()
         self.model._offloadd_run = None
         unprotect(self._protected)
         self._methods.end()

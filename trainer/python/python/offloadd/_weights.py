@@ -37,6 +37,7 @@ class Blocks:
     def __init__(self, gathering: Gathering, state: Mapping[str, Any]) -> None:
         self.gathering, self.state = gathering, state
         self.tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        gathering.state_copies.refuse_writes()
         groups = gathering.unit_groups
         block_of = {unit: index for index, units in enumerate(groups) for unit in units}
         self.names: list[list[str]] = [[] for _ in groups]
@@ -176,6 +177,7 @@ def _save_adapters(model: nn.Module, gathering: Gathering, plain: Callable[..., 
 
 def trained_state(model: nn.Module, gathering: Gathering) -> State:
     """Copies of what is trained, by its names in the model's state, and of what is in no unit."""
+    gathering.state_copies.refuse_writes()
     names: dict[Optional[Unit], list[str]] = {}
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
@@ -192,6 +194,7 @@ def trained_state(model: nn.Module, gathering: Gathering) -> State:
 
 def each_weight(gathering: Gathering) -> Iterator[tuple[str, torch.Tensor]]:
     """A copy of each tensor of the model's state under the first of its names, with one unit in memory at a time."""
+    gathering.state_copies.refuse_writes()
     names: dict[Optional[Unit], dict[int, str]] = {}
     state = {name: value for name, value in gathering.model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name, value in state.items():
