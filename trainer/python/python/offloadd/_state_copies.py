@@ -30,7 +30,7 @@ class StateCopies:
         # Names of those that were written to, by what they are copies of.
         self._written: dict[Hashable, str] = {}
         # Those that scripts hold, with their version counters.
-        self._held: list[_Held] = []
+        self._held: list[_CopyVersion] = []
 
     def guard(self, copy: torch.Tensor, name: str, keys: Iterable[Hashable]) -> torch.Tensor:
         """Notes what will be written to a copy of what has these keys."""
@@ -41,11 +41,11 @@ class StateCopies:
             # It would not count its changes.
             with torch.inference_mode(False):
                 copy = copy.clone()
-        return Origin(self, name, tuple(keys), StorageWeakRef(copy.untyped_storage())).mark(copy)
+        return StateOrigin(self, name, tuple(keys), StorageWeakRef(copy.untyped_storage())).mark(copy)
 
     def hold(self, one: "StateCopy") -> None:
         """Compares the version counter of a copy when somebody asks whether it was written to."""
-        self._held.append(_Held(weakref.ref(one), one._version))
+        self._held.append(_CopyVersion(weakref.ref(one), one._version))
 
     def keep_versions(self, changed: "StateCopy") -> None:
         """What was done to a copy, or to what has its version counter and other memory, is no write."""
@@ -103,12 +103,12 @@ class StateCopies:
                     self.hold(copy)
 
 
-class _Held(NamedTuple):
+class _CopyVersion(NamedTuple):
     copy: "weakref.ref[StateCopy]"
     version: int
 
 
-class Origin(NamedTuple):
+class StateOrigin(NamedTuple):
     """What a copy is one of."""
 
     copies: StateCopies
@@ -135,7 +135,7 @@ class Origin(NamedTuple):
 class StateCopy(torch.Tensor):
     """A copy, or a view of one, that tells when it is written to."""
 
-    origin: Origin
+    origin: StateOrigin
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -171,7 +171,7 @@ class StateCopy(torch.Tensor):
         raise NotSupported(f"dlpack of {self.origin.name} of a state_dict(), which is a copy of what lies in tiles: pass a clone() of it")
 
 
-def _guarded(one: Any, origins: dict[int, Origin]) -> Any:
+def _guarded(one: Any, origins: dict[int, StateOrigin]) -> Any:
     """A result of an operation on copies, which tells of writes too where it shares their memory."""
     if type(one) is torch.Tensor and one.layout is torch.strided and not one.is_meta:
         origin = origins.get(one.untyped_storage()._cdata) if one.numel() else None
