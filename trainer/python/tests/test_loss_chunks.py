@@ -240,6 +240,7 @@ NEEDS_VALUES = {
     "mul of two": lambda logits: logits * logits,
     "mul_": lambda logits: logits.mul_(2),
     "__getitem__ with": lambda logits: logits[0],
+    "__getitem__ with anything": lambda logits: logits[..., ...],
     "view of words": lambda logits: logits.view(-1, 3),
     "cross_entropy with weight": lambda logits: functional.cross_entropy(logits.view(-1, VOCAB), torch.zeros(34, dtype=torch.long), weight=torch.ones(VOCAB)),
     "cross_entropy of anything": lambda logits: functional.cross_entropy(logits.transpose(1, 2), torch.zeros(2, 17, dtype=torch.long)),
@@ -271,6 +272,54 @@ def test_wrong_labels_have_the_errors_of_pytorch():
         functional.cross_entropy(logits, torch.full((34,), VOCAB))
     with pytest.raises(ValueError, match="not a valid value for reduction"):
         functional.cross_entropy(logits, torch.zeros(34, dtype=torch.long), reduction="middle")
+
+
+def test_indices_that_are_too_many_have_the_error_of_pytorch():
+    found = []
+    for count in (1, CHUNKS):
+        with pytest.raises(IndexError) as refused:
+            made(count)(batch()["input_ids"]).logits[:, :, :5, :]
+        found.append(str(refused.value))
+    assert found[0] == found[1]
+
+
+def test_the_name_of_a_type_is_that_of_pytorch():
+    assert made(1)(batch()["input_ids"]).logits.type() == made(CHUNKS)(batch()["input_ids"]).logits.type() == "torch.FloatTensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_and_numbers_of_many_tokens_are_in_fp32(dtype):
+    """As on GPUs: the sum of the losses is more than fp16 has, and the number of tokens more than bf16 counts."""
+    torch.manual_seed(0)
+    states, labels = torch.randn(70001, 32, dtype=dtype), torch.randint(VOCAB, (70001,))
+    head = made(CHUNKS).lm_head.to(dtype)
+    with torch.no_grad():
+        expected = functional.cross_entropy(nn.functional.linear(states, head.weight).float(), labels)
+    found = functional.cross_entropy(head(states), labels)
+    assert (
+        found.dtype == dtype
+        and torch.allclose(found.float(), expected, rtol=torch.finfo(dtype).eps)
+        and expected * len(labels) > torch.finfo(torch.float16).max
+    )
+    found.backward()
+    assert head.weight.grad.isfinite().all()
+
+
+def test_a_head_with_more_arguments_has_whole_logits():
+    model = adapted(make(llama()), target_modules=["lm_head"])
+    LossChunks(model, CHUNKS)
+    head, states = model.base_model.model.lm_head, torch.ones(2, 3, 32)
+    names = ["default", "__base__"]
+    logits = head(states, adapter_names=names)
+    assert type(logits) is torch.Tensor and not torch.equal(*logits)
+
+
+def test_a_unit_within_a_head_is_refused():
+    model = adapted(make(llama()), target_modules=["lm_head"])
+    LossChunks(model, CHUNKS)
+    Offloaded(model, ["LlamaDecoderLayer", "*lm_head.base_layer"])
+    with pytest.raises(offloadd.NotSupported, match="lm_head.base_layer has a hook or is a unit of its own, and would see chunks"):
+        step(model)
 
 
 def test_evaluation_and_generation_have_the_bits_of_whole_logits():

@@ -173,7 +173,10 @@ class Logits(torch.Tensor):
             if isinstance(one, torch.Tensor) and one.requires_grad:
                 # It has a gradient, and no copy of it would.
                 call = call._replace(depends_on=call.depends_on.with_given(f"a number given to {func.__name__}", one))
-        return self._noted(lambda values: func(values, *given[0], **given[1]), call)
+        note = lambda values: func(values, *given[0], **given[1])
+        told = note(self._none)
+        # The name of a type, for one.
+        return self._noted(note, call) if isinstance(told, torch.Tensor) else told
 
     def _noted(self, note: Note, call: Optional[_Call] = None) -> "Logits":
         return self._like(self._states, note(self._none), (*self._notes, note), call)
@@ -194,6 +197,8 @@ class Logits(torch.Tensor):
         key = list(key) if isinstance(key, tuple) else [key]
         if any(one is not Ellipsis and not isinstance(one, slice) for one in key) or key.count(Ellipsis) > 1:
             _refuse("__getitem__ with anything but slices")
+        # Too many are PyTorch's to refuse.
+        _shaped(*self.shape)[tuple(key)]
         place = key.index(Ellipsis) if Ellipsis in key else len(key)
         full = [slice(None)] * (self.dim() - len(key) + (Ellipsis in key))
         *rows, words = key[:place] + full + key[place + 1 :]
@@ -237,19 +242,14 @@ def _cross_entropy(
     # What is wrong with the arguments is PyTorch's to say.
     functional.cross_entropy(_shaped(len(input), 1), target.to("meta"), reduction=reduction, **options)
     # It is a call of the head, whose weights may have to come.
-    result = input._call.head(_Loss(input, target, reduction != "none", options))
-    if reduction != "mean":
-        return result
-    counted = (target != ignore_index).sum()
-    # Of no token it is no number, and has gradients of 0.
-    return torch.where(counted > 0, result / counted.clamp(min=1), torch.nan)
+    return input._call.head(_Loss(input, target, reduction, options))
 
 
 class _Loss:
-    """What a head is given to compute a loss of its logits: their sum, or that of each token."""
+    """What a head is given to compute a loss of its logits."""
 
-    def __init__(self, logits: Logits, labels: torch.Tensor, is_sum: bool, options: dict[str, Any]) -> None:
-        self._logits, self._labels, self._is_sum, self._options = logits, labels, is_sum, options
+    def __init__(self, logits: Logits, labels: torch.Tensor, reduction: str, options: dict[str, Any]) -> None:
+        self._logits, self._labels, self._reduction, self._options = logits, labels, reduction, options
 
     # What torch calls where a plain head is given one.
     @classmethod
@@ -261,12 +261,18 @@ class _Loss:
         # An error within a checkpoint would leave its hooks to what follows, as long as somebody holds the traceback.
         self._logits._call.depends_on.check()
         rows = max(1, -(-len(states) // count))
-        of_chunk = functools.partial(self._of_chunk, product)
-        if torch.is_grad_enabled():
-            of_chunk = functools.partial(checkpoint.checkpoint, of_chunk, use_reentrant=False)
+        of_chunk = functools.partial(checkpoint.checkpoint, functools.partial(self._of_chunk, product), use_reentrant=False)
         with staying():
             results = [of_chunk(part, own) for part, own in zip(states.split(rows), labels.split(rows))]
-        return torch.stack(results).sum() if self._is_sum else torch.cat(results)
+        if self._reduction == "none":
+            return torch.cat(results)
+        result = torch.stack(results).sum()
+        if self._reduction == "mean":
+            counted = (labels != self._options["ignore_index"]).sum()
+            # Of no token it is no number, and has gradients of 0.
+            result = torch.where(counted > 0, result / counted.clamp(min=1), torch.nan)
+        # As for no token.
+        return result.to(functional.cross_entropy(self._logits._none, labels[:0], reduction="sum").dtype)
 
     def _of_chunk(self, product: Callable[..., torch.Tensor], states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         call = self._logits._call
@@ -275,4 +281,6 @@ class _Loss:
             logits = product(states)
         for note in self._logits._notes:
             logits = note(logits)
-        return functional.cross_entropy(logits, labels, reduction="sum" if self._is_sum else "none", **self._options)
+        losses = functional.cross_entropy(logits, labels, reduction="none", **self._options)
+        # As kernels of PyTorch add: the sum of many tokens is more than fp16 has, and their number more than bf16 counts.
+        return losses if self._reduction == "none" else losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
