@@ -15,7 +15,7 @@ convert_to_fp32 = pytest.importorskip("accelerate.utils.operations", reason="acc
 import offloadd  # noqa: E402
 import offloadd.optim  # noqa: E402
 from offloadd._config import settings_of  # noqa: E402
-from offloadd._gpu_plan import computed  # noqa: E402
+from offloadd._gpu_plan import computed, gpu_plan_in_place  # noqa: E402
 from offloadd._loss_chunks import Logits, LossChunks  # noqa: E402
 from offloadd._mlp_chunks import MlpChunks  # noqa: E402
 from offloadd._units import units_of  # noqa: E402
@@ -696,6 +696,26 @@ def test_the_plan_counts_one_chunk():
     assert whole.checkpointed.logits_bytes >= 2 * logits
     assert eighths.checkpointed.logits_bytes <= 3.1 * logits / 8 and eighths.kept.logits_bytes <= 3.1 * logits / 8
     assert eighths.checkpointed.peak_bytes < whole.checkpointed.peak_bytes / 3
+
+
+ADVISED = {
+    "llama": (llama, {"mlp_chunks", "loss_chunks"}),
+    # The model adds a bias to its logits.
+    "bart": (lambda **more: T.BartConfig(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, **more), set()),
+    "opt": (lambda **more: T.OPTConfig(**{**PLAIN, **more}, ffn_dim=80, word_embed_proj_dim=32), {"loss_chunks"}),
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_a_plan_advises_what_the_model_can_do(name):
+    make_config, can = ADVISED[name]
+    settings = make_config(vocab_size=512)
+    with torch.device("meta"):
+        model = (T.AutoModelForSeq2SeqLM if settings.is_encoder_decoder else T.AutoModelForCausalLM).from_config(settings)
+    units = units_of(model, None)[0]
+    of_step = computed(model, units, (2, 256), True)
+    warning = gpu_plan_in_place(of_step, units, True, 1 << 10).warning
+    assert of_step.can_chunk == can and ("take --loss-chunks 4 (logits" in warning) == ("loss_chunks" in can)
 
 
 @needs_daemon

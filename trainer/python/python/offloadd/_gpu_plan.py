@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Mapping, Optional, Sequence
+from typing import Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
 from . import _offloadd
 from ._config import Settings
-from ._errors import Error
+from ._errors import Error, NotSupported
 from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_gradient_bytes
 from ._mlp_chunks import MlpChunks
@@ -23,6 +23,8 @@ from ._units import Unit
 
 # What takes less of each part of a GPU's memory.
 _FEWER = "fewer or shorter sequences at a time"
+# Chunks that are advised.
+_CHUNKS = 4
 _OFFLOAD_WEIGHTS = 'zero_optimization.offload_param.device = "cpu"'
 
 # The fraction of the memory below which a part is not worth advice.
@@ -43,6 +45,8 @@ class StepMemory:
     loss_chunks: int = 1
     # Where inputs of checkpointed blocks wait.
     activations: str = "gpu"
+    # Which of both the model can compute in chunks, and does not.
+    can_chunk: frozenset[str] = frozenset()
 
     def inputs(self, micro_batches: int) -> PlannedInputs:
         """Inputs of checkpointed blocks in host memory or on drives, of a step with so many micro-batches."""
@@ -98,10 +102,10 @@ class GpuPlan:
         less = {"weights": self.fewer_weights, "logits": _FEWER, "KV cache": _FEWER, "activations": _FEWER, "what is computed": _FEWER}
         if known and not found.moved_bytes and found is not self.computed.kept:
             less["activations"] = "--activations cpu"
-        if self.computed.mlp_chunks == 1 and self.computed.checkpointed is not None:
-            less["what is computed"] = "--mlp-chunks 4"
-        if self.computed.loss_chunks == 1 and self.computed.checkpointed is not None:
-            less["logits"] = "--loss-chunks 4"
+        if "mlp_chunks" in self.computed.can_chunk:
+            less["what is computed"] = f"--mlp-chunks {_CHUNKS}"
+        if "loss_chunks" in self.computed.can_chunk:
+            less["logits"] = f"--loss-chunks {_CHUNKS}"
         parts = {"weights": self.weight_bytes, **(self._sizes(found) if known else {})}
         # The largest first. What is a small part of all makes no difference.
         named = [name for name in sorted(parts, key=parts.get, reverse=True) if parts[name] >= need * _SMALL_PART]
@@ -165,13 +169,31 @@ def computed(
 ) -> StepMemory:
     """What a step of a model on the meta device computes with inputs of `shape`, sequences and their length, where inputs of checkpointed blocks
     wait in `activations`; MLPs and the loss are computed in so many chunks. Raises `NotSupported` where they cannot be."""
+    chunks = {"mlp_chunks": mlp_chunks, "loss_chunks": loss_chunks}
+    with _in_chunks(model, **chunks):
+        checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=activations != "gpu") if trains else None
+        kept = _traced(model, units, shape, trains)
+    can = (key for key, count in chunks.items() if trains and count == 1 and _can_chunk(model, units, shape, {**chunks, key: _CHUNKS}))
+    return StepMemory(*shape, checkpointed, kept, mlp_chunks, loss_chunks, activations, frozenset(can))
+
+
+@contextlib.contextmanager
+def _in_chunks(model: nn.Module, mlp_chunks: int, loss_chunks: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if mlp_chunks > 1:
             stack.callback(MlpChunks(model, mlp_chunks).end)
         if loss_chunks > 1:
             stack.callback(LossChunks(model, loss_chunks).end)
-        checkpointed = _traced(model, units, shape, True, checkpoints=True, moves=activations != "gpu") if trains else None
-        return StepMemory(*shape, checkpointed, _traced(model, units, shape, trains), mlp_chunks, loss_chunks, activations)
+        yield
+
+
+def _can_chunk(model: nn.Module, units: Sequence[Unit], shape: tuple[int, int], chunks: Mapping[str, int]) -> bool:
+    """Whether a step runs in so many chunks: some models are refused by what they are, and others by what their code does."""
+    try:
+        with _in_chunks(model, **chunks):
+            return isinstance(_traced(model, units, shape, True), TracedMemory)
+    except NotSupported:
+        return False
 
 
 def gpu_plan(
