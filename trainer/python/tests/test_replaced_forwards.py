@@ -236,3 +236,17 @@ def test_no_other_file_replaces_forwards():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
                 found += [path.name] * any(getattr(one, "value", None) == "forward" for one in node.args)
     assert found == ["_replaced_forwards.py"]
+
+
+def test_a_bound_method_is_plain_only_if_it_is_the_forward_of_the_class():
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for forward, given in ((module.forward, False), (types.MethodType(lambda self, x: x, module), True), (other.forward, True)):
+        module.forward = forward
+        assert is_given_by_others(module) == given
+
+
+def test_a_shallow_copy_shares_the_forward_of_the_module():
+    module = nn.Linear(2, 2)
+    ReplacedForwards(PRODUCTS, {module: lambda below, x: below(x) + 1})
+    shallow = copy.copy(module)
+    assert shallow.forward is module.forward and torch.equal(shallow(torch.ones(1, 2)), module(torch.ones(1, 2)))

@@ -9,6 +9,7 @@ from torch import nn
 
 import offloadd
 import offloadd.optim
+from offloadd._state_copies import StateCopies
 from test_weights import prepared, transformers_model
 
 X = torch.ones(2, 4)
@@ -169,6 +170,9 @@ ALLOWED = {
     "requires_grad_": lambda one: one.requires_grad_(),
     "a module that was converted": converted,
     "set_": lambda one: one.set_(torch.ones(3)).zero_(),
+    "vmap": lambda one: torch.vmap(lambda x: one.t() @ x)(torch.ones(3, 4)),
+    "vmap of a state": lambda one: torch.vmap(lambda x: x.t())(one[None]),
+    "grad of a function": lambda one: torch.func.grad(lambda w: (one * w).square().sum())(torch.ones(4, 4)),
     "a deep copy": lambda one: copy.deepcopy(one).zero_(),
 }
 
@@ -182,6 +186,15 @@ def test_what_writes_no_values_of_a_state_is_no_write(tmp_path, capsys, what):
         run.model(X)
         assert torch.equal(of_model(run), before)
     assert "warning" not in capsys.readouterr().err
+
+
+class OfOthers(torch.Tensor):
+    """A tensor with a class of its own, as DTensors are."""
+
+
+def test_tensors_of_other_classes_keep_them():
+    one = torch.ones(2).as_subclass(OfOthers)
+    assert type(StateCopies("model").guard(one, "weight", [1])) is OfOthers
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda one: one.__name__)

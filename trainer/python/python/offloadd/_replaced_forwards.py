@@ -7,7 +7,8 @@ Rules, the same for all features:
 - A forward that others put into a module before ours is neither called nor lost: the feature leaves the module out, or refuses it by name.
 - A forward that others put over ours calls ours, and stays. When a feature ends, ours calls the next one below, and at last the plain forward.
 - Several features meet in one module in the order of `Layer`, whichever came first.
-- A copy of a module, a pickled one too, is plain, and features may replace its forward as that of any module.
+- A deep copy of a module, a pickled one too, is plain, and features may replace its forward as that of any module. It has the forward that the class had
+  when it was copied. A shallow copy shares the forward, as it shares the parameters, and computes with those of the module that it was copied from.
 - A feature that fails half-way has replaced nothing.
 - `torch.compile` looks into a forward unless the feature excludes it.
 """
