@@ -129,6 +129,7 @@ WRITES = {
     "a list": lambda one: torch._foreach_mul_([one], 2.0),
     "copy": lambda one: copy.copy(one).zero_(),
     "torch.jit": jitted,
+    "torch.compile": lambda one: torch.compile(lambda one: one.zero_(), backend="aot_eager")(one),
     "a module's that has it": averaged,
 }
 
@@ -186,6 +187,13 @@ def test_what_writes_no_values_of_a_state_is_no_write(tmp_path, capsys, what):
         run.model(X)
         assert torch.equal(of_model(run), before)
     assert "warning" not in capsys.readouterr().err
+
+
+def test_compiled_modules_read_a_state_by_assign():
+    copies, plain, reference = StateCopies("model"), nn.Linear(4, 4), nn.Linear(4, 4)
+    reference.load_state_dict({name: copies.guard(one.clone(), name, [name]) for name, one in plain.state_dict().items()}, assign=True)
+    assert torch.equal(torch.compile(reference, backend="aot_eager")(X), plain(X))
+    copies.refuse_writes()
 
 
 class OfOthers(torch.Tensor):

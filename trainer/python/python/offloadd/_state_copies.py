@@ -137,7 +137,9 @@ class StateCopy(torch.Tensor):
 
     origin: StateOrigin
 
+    # Compilers break their graphs there: they know no tensors of this class.
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with AS_TENSORS():
             # Storages and versions cannot be looked at within a transform.
