@@ -653,7 +653,7 @@ def test_what_happens_between_forward_and_loss_has_the_results_of_pytorch(betwee
         loss.backward()
         found.append((products.dtypes, loss.dtype, loss.detach(), s.model))
     (*whole, expected, plain), (*ours, loss, model) = found
-    assert whole == ours and torch.allclose(loss, expected, rtol=1e-6)
+    assert whole == ours and torch.allclose(loss, expected, rtol=1e-6 if loss.dtype == torch.float32 else 1e-2)
     assert distance(plain, {name: param.grad for name, param in model.named_parameters()}) < (1e-2 if torch.bfloat16 in whole[0] else 1e-6)
 
 
