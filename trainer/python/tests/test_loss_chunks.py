@@ -752,6 +752,11 @@ def loads(run, optimizer, loss):
     return loss()
 
 
+def goes_back(run, optimizer, loss):
+    run.load_checkpoint(run.run_dir.parent / "kept")
+    return loss()
+
+
 def steps(run, optimizer, loss):
     run.model(**batch()).loss.backward()
     optimizer.step()
@@ -763,11 +768,14 @@ def moves(run, optimizer, loss):
     torch.func.functional_call(run.model, moved, (), batch()).loss.backward()
 
 
-@pytest.mark.parametrize("key, does", [("loss_chunks", loads), ("loss_chunks", steps), ("loss_chunks", moves), ("mlp_chunks", moves)])
+@pytest.mark.parametrize(
+    "key, does", [("loss_chunks", loads), ("loss_chunks", goes_back), ("loss_chunks", steps), ("loss_chunks", moves), ("mlp_chunks", moves)]
+)
 def test_what_changes_in_a_run_before_it_is_computed_is_refused(tmp_path, key, does):
     model = make(llama())
     optimizer = torch.optim.AdamW(model.parameters())
     with offloadd.prepare(model, optimizer, config("cpu", tmp_path, **{key: CHUNKS}), run_dir=tmp_path / "run") as run:
+        run.save_checkpoint(tmp_path / "kept")
         logits = model(batch()["input_ids"]).logits
         with pytest.raises(
             offloadd.NotSupported, match=f"offloadd.{key}: .* is computed in chunks.* (was changed after|is another tensor than in) the forward"

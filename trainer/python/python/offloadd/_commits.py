@@ -14,7 +14,7 @@ from torch import nn
 
 from ._config import Settings
 from ._console import say
-from ._engine import Engine
+from ._engine import Engine, count_changes
 from ._layout import Layout
 from ._ranks import Ranks
 from ._reports import Reports
@@ -192,6 +192,10 @@ class Commits:
             self._resumed = None
         set_random_state(state["random"])
         self._pass_random, self._to_seal = None, None
+        for unit in self.engine.gathering.units:
+            # What a script has written is replaced.
+            unit.watch.end()
+        count_changes(param for unit in self.engine.gathering.units if unit.trained for param in unit.params)
         self.engine.stale()
         self.core.begin_step()
         self.reports.open(self.steps_done)

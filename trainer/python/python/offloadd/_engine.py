@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from typing import Any, Optional
+from typing import Any, Iterable, Optional
 
 import torch
 from torch import nn
@@ -286,10 +286,7 @@ class Engine:
             unit.watch.end()
             unit.fresh = unit.fresh and not unit.trained
         with AS_TENSORS():
-            for param in gathering.params:
-                if param.grad is not None:
-                    # Autograd then refuses graphs that saved the weight of before. Older versions of torch take no list here.
-                    torch.autograd.graph.increment_version(param)
+            count_changes([param for param in gathering.params if param.grad is not None])
         self.gradients.used()
         self.reading.replaced()
         gathering.order.forget_rest()
@@ -337,6 +334,14 @@ class Engine:
         gathering.order.forget_rest()
         if gathering.keep:
             gathering.refresh()
+
+
+def count_changes(params: Iterable[nn.Parameter]) -> None:
+    """Lets autograd refuse graphs that saved the weights of before, as a copy into a parameter does."""
+    with AS_TENSORS():
+        for param in params:
+            # Older versions of torch take no list here.
+            torch.autograd.graph.increment_version(param)
 
 
 def _storages(gathering: Optional[Gathering]) -> set[int]:

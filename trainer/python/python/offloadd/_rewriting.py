@@ -8,9 +8,9 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from ._commits import Commits
+from ._engine import count_changes
 from ._errors import Error, NotSupported
 from ._packed import same_numbers
-from ._released import AS_TENSORS
 from ._units import Unit
 from ._weights import sources_of
 
@@ -75,10 +75,7 @@ class Rewriting:
         self._engine.check_between_steps("other weights or another state of them")
         with self.committing(units, "weights"):
             yield
-        with AS_TENSORS():
-            for param in [param for unit in units for param in unit.params]:
-                # As a copy into it does: autograd refuses graphs that saved the weight of before.
-                torch.autograd.graph.increment_version(param)
+        count_changes(param for unit in units for param in unit.params)
         self._engine.updated()
 
     # Weights
