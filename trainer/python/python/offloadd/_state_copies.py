@@ -1,8 +1,8 @@
 """What `state_dict()` of a model or an optimizer gives a script of what lies in tiles: copies, where plain PyTorch gives the memory itself.
 
 What a script writes to a copy is not lost in silence: it must be given to `load_state_dict` before the next pass or step, before a checkpoint,
-and before the run ends. Writes are noted by the functions of PyTorch that make them, and those of compiled functions and collectives by the version
-counters of copies that are there when somebody asks. Not seen are writes to a copy's storage, and those below PyTorch.
+and before the run ends. Writes are noted by the functions of PyTorch that make them, and those of compiled functions by the version counters of
+copies that are there when somebody asks. Not seen are writes to a copy's storage, by collectives, and those below PyTorch.
 """
 
 from __future__ import annotations
