@@ -13,6 +13,9 @@ pub(super) fn examine(found: Option<NvidiaGpus>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = (gpus.iter().enumerate())
         .flat_map(|(number, gpu)| of_gpu(number, gpu, cuda))
         .collect();
+    let Some(apart) = apart else {
+        return findings;
+    };
     findings.extend(apart.iter().map(|(a, b)| {
         Finding::hint(
             format!("GPUs {a} and {b}"),
@@ -99,7 +102,7 @@ mod tests {
         let found = examine(Some(NvidiaGpus {
             cuda: (13, 0),
             gpus,
-            apart: vec![(0, 3), (1, 3)],
+            apart: Some(vec![(0, 3), (1, 3)]),
         }));
         let said: Vec<_> = (found.iter())
             .map(|one| (one.severity, format!("{}: {}", one.subject, one.message)))
@@ -130,18 +133,24 @@ mod tests {
         let alone = examine(Some(NvidiaGpus {
             cuda: (12, 8),
             gpus: vec![h200()],
-            apart: Vec::new(),
+            apart: Some(Vec::new()),
         }));
         assert_eq!(alone.len(), 1);
         let two = examine(Some(NvidiaGpus {
             cuda: (12, 8),
             gpus: vec![h200(), h200()],
-            apart: Vec::new(),
+            apart: Some(Vec::new()),
         }));
         assert_eq!(
             two.last().unwrap().message,
             "all 2 reach each other's memory"
         );
+        let unknown = examine(Some(NvidiaGpus {
+            cuda: (12, 8),
+            gpus: vec![h200(), h200()],
+            apart: None,
+        }));
+        assert_eq!(unknown.len(), 2, "nothing is said of what nobody knows");
         assert!(examine(None).is_empty());
     }
 }

@@ -29,8 +29,8 @@ pub struct NvidiaGpus {
     pub cuda: (i32, i32),
     /// The GPUs in the driver's order.
     pub gpus: Vec<NvidiaGpu>,
-    /// Pairs that cannot read each other's memory and exchange through host memory.
-    pub apart: Vec<(usize, usize)>,
+    /// Pairs that cannot read each other's memory and exchange through host memory; `None` if the driver does not say.
+    pub apart: Option<Vec<(usize, usize)>>,
 }
 
 /// One GPU. What the driver does not say, as of many consumer cards, is `None`.
@@ -69,15 +69,20 @@ impl NvidiaGpus {
             .map(|index| nvml.device_by_index(index))
             .collect::<Result<_, _>>()
             .ok()?;
-        let apart = |&(a, b): &(usize, usize)| !reach(&devices[a], &devices[b]).unwrap_or(true);
+        let apart = |(a, b)| match reach(&devices[a], &devices[b]) {
+            Ok(true) => None,
+            Ok(false) => Some(Ok((a, b))),
+            Err(error) => Some(Err(error)),
+        };
         let pairs = (0..devices.len()).flat_map(|b| (0..b).map(move |a| (a, b)));
         Some(Self {
             cuda: (
                 cuda_driver_version_major(cuda),
                 cuda_driver_version_minor(cuda),
             ),
-            gpus: devices.iter().filter_map(NvidiaGpu::ask).collect(),
-            apart: pairs.filter(apart).collect(),
+            // With one left out, the numbers of the others would be wrong.
+            gpus: devices.iter().map(NvidiaGpu::ask).collect::<Option<_>>()?,
+            apart: pairs.filter_map(apart).collect::<Result<_, _>>().ok(),
         })
     }
 }
