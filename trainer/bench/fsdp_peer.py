@@ -23,7 +23,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
     parser.add_argument("--prefetch", type=int, default=0, help="blocks to gather ahead, beside what FSDP does by itself")
-    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
+    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
     # Without torchrun one process, as it would describe it, with all processors for the optimizer.
@@ -77,9 +77,10 @@ def main():
         for step in range(1, a.steps + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            tokens = torch.randint(0, a.vocab, (a.micro, a.seq), device="cuda")
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
+            for _ in range(a.accumulate):
+                tokens = torch.randint(0, a.vocab, (a.micro, a.seq), device="cuda")
+                loss = model(input_ids=tokens, labels=tokens).loss
+                (loss / a.accumulate).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,8 @@ def main():
     parser.add_argument("--repeat", type=int, default=1, help="times that each row is trained: do losses repeat in bits? (%(default)s)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
     args = parser.parse_args()
+    # Stopping is an exception, so that what was started is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("groups.py: stopped"))
     args.out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
     data = text_to_train(args.out)
@@ -91,9 +94,11 @@ def measure(args, env, data, place, fraction, micro_batches, group):
         plan, watched, lines = train(args.bin, env, directory, text, sets, steps, args.timeout)
     except RowFailed as why:
         return {"failed": str(why)}
-    if len(lines) <= WARM_STEPS[micro_batches]:
+    if len(lines) < min(steps, WARM_STEPS[micro_batches] + 1):
         return {"failed": f"status {watched.status}: {' '.join(watched.said.split()[-60:])}"}
-    step_s = statistics.median(step["step_s"] for step in lines[WARM_STEPS[micro_batches] :])
+    # A row of few steps is there for its losses.
+    warm_steps = min(WARM_STEPS[micro_batches], len(lines) - 1)
+    step_s = statistics.median(step["step_s"] for step in lines[warm_steps:])
     return {
         "chosen": plan["chosen"],
         "micro_batches": micro_batches,
@@ -109,6 +114,8 @@ def measure(args, env, data, place, fraction, micro_batches, group):
         "start_s": watched.first_line_at,
         "steps_s": [step["step_s"] for step in lines],
         "losses": [step["loss"] for step in lines],
+        "norms": [step.get("grad_norm") for step in lines],
+        "warnings": [text for text in watched.said.splitlines() if "warning" in text.lower()],
         "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
     }
 

@@ -27,7 +27,7 @@ def arguments():
     parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
     parser.add_argument("--staging", type=int, default=0, help="bytes of host memory that tiles pass through")
     parser.add_argument("--program", help="the program offloadd")
-    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
+    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args()
 
@@ -79,9 +79,9 @@ def main():
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     settings = {
-        # One backward pass a step, as the native trainer's and DeepSpeed's rows: gradients keep the parameters' type.
         "train_micro_batch_size_per_gpu": a.micro,
-        "gradient_accumulation_steps": 1,
+        # One backward pass a step, as the native trainer's and DeepSpeed's rows: gradients keep the parameters' type.
+        "gradient_accumulation_steps": a.accumulate,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
             # As the native trainer's rows: nothing stays on the GPU between its uses.
@@ -100,10 +100,13 @@ def main():
         for step in range(1, a.steps + 1):
             wait()
             start = time.perf_counter()
-            tokens = torch.randint(0, a.vocab, (a.micro, a.seq), device=device)
-            loss = model(input_ids=tokens, labels=tokens).loss
-            forward_s = time.perf_counter() - start
-            loss.backward()
+            forward_s = 0.0
+            for _ in range(a.accumulate):
+                forward_began = time.perf_counter()
+                tokens = torch.randint(0, a.vocab, (a.micro, a.seq), device=device)
+                loss = model(input_ids=tokens, labels=tokens).loss
+                forward_s += time.perf_counter() - forward_began
+                (loss / a.accumulate).backward()
             backward_s = time.perf_counter() - start - forward_s
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

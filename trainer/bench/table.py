@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--fio", help='the program, when it is not in PATH; or "none"')
     parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step, of rows and peers (default: the row's)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row's training")
     parser.add_argument("--drive-rates", nargs=2, metavar=("READ", "WRITE"), help="of one drive, such as 6.2GB/s 3.2GB/s")
     parser.add_argument("--directory", action="append", default=[], help="a directory on a real drive instead of rate-limited ones; may come several times")
@@ -105,6 +106,7 @@ class Table:
             "date": datetime.date.today().isoformat(),
             "commit": args.commit or git_commit(),
             "model": args.model,
+            **({"accumulate": args.accumulate} if args.accumulate > 1 else {}),
         }
         self.env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
         self.data = args.out / "text.txt"
@@ -131,6 +133,8 @@ class Table:
 
     def train(self, name, base, ranks):
         row = rows.ROWS[base]
+        if self.args.accumulate > 1:
+            row = {**row, "accumulate": self.args.accumulate}
         model = rows.MODELS[row.get("model", self.args.model) if self.args.model != "tiny" else "tiny"]
         directory = self.args.out / name
         shutil.rmtree(directory, ignore_errors=True)
@@ -244,6 +248,8 @@ class Table:
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
         many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
         command = [sys.executable, *many, HERE / peer["program"], *peer["words"], *shape, "--steps", self.args.steps, "--out", out]
+        if self.args.accumulate > 1:
+            command += ["--accumulate", self.args.accumulate]
         count, ours = peer.get("drives"), peer.get("ours", False)
         if ours:
             command += ["--program", self.args.bin / "offloadd"]
@@ -266,7 +272,7 @@ class Table:
         if watched.status != 0 or last is None:
             raise RowFailed(why_it_failed(watched))
         found, model = json.loads(last), rows.MODELS[self.args.model]
-        tokens = model["seq"] * model["micro"] * ranks
+        tokens = model["seq"] * model["micro"] * self.args.accumulate * ranks
         steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         # The first process has a GPU of its own, and the others as much work.
         joules = energy.middle_joules(steps[WARM_STEPS:])
