@@ -56,7 +56,7 @@ table! {
         copy_down(*mut c_void, u64, usize, usize) = "cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync";
         copy_across(u64, u64, usize, usize) = "cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync";
         fill(u64, u8, usize, usize) = "cuMemsetD8Async", "hipMemsetD8Async";
-        stream_create(*mut usize, u32) = "cuStreamCreate", "hipStreamCreateWithFlags";
+        stream_create(*mut usize, u32, i32) = "cuStreamCreateWithPriority", "hipStreamCreateWithPriority";
         stream_destroy(usize) = "cuStreamDestroy_v2", "hipStreamDestroy";
         stream_synchronize(usize) = "cuStreamSynchronize", "hipStreamSynchronize";
         stream_wait(usize, usize, u32) = "cuStreamWaitEvent", "hipStreamWaitEvent";

@@ -29,8 +29,7 @@
 //! scattered later joins it. No commit is planned in between, so that one generation and one set of hyperparameters hold.
 //!
 //! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
-//! Updates in flight: one more than workers, so that no worker waits for a message; they start in plan order and end in
-//! any order. Outstanding commits: two.
+//! Updates in flight: [`UPDATES_PER_WORKER`] a worker; they start in plan order and end in any order. Outstanding commits: two.
 
 mod apply;
 mod events;
@@ -50,6 +49,10 @@ use tiles::Tiles;
 
 /// Commits planned and not acknowledged: one in progress, and one whose updates are running.
 const COMMITS_MAX: usize = 2;
+
+/// Updates in flight for each worker: one in its hands, and others that it finds when it is done. The owner thread shares cores with
+/// workers, so it may run only after several of them have ended one; with one more than workers in flight, most waited for it.
+pub const UPDATES_PER_WORKER: usize = 4;
 
 /// An operation that is being served.
 #[derive(Debug)]
@@ -161,7 +164,7 @@ impl Core {
             trained,
             tiles: ByKind::new(|kind| Tiles::new(kind, &resident[kind], staging[kind])),
             durable,
-            updates_max: workers + 1,
+            updates_max: workers * UPDATES_PER_WORKER,
             reads_max: iodepth.div_ceil(2) as usize,
             writes_max: (iodepth / 2) as usize,
             reads_inflight: 0,

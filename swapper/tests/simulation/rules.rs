@@ -5,12 +5,16 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use swapper::Op;
-use swapper::core::{Action, ByKind, Core, CoreSettings, Event, Kind, Request, TileId};
+use swapper::core::{
+    Action, ByKind, Core, CoreSettings, Event, Kind, Request, TileId, UPDATES_PER_WORKER,
+};
 
 struct Bench {
     core: Core,
     /// Ranges updated, in order.
     updated: Vec<u32>,
+    /// Whether updates end only when the test says so.
+    updates_stay: bool,
     /// Ranges lent and not returned.
     lent: Vec<u32>,
     /// Writes that have not ended, if the test keeps them.
@@ -47,6 +51,7 @@ impl Bench {
         Self {
             core,
             updated: Vec::new(),
+            updates_stay: false,
             lent: Vec::new(),
             writes: None,
             reads: Vec::new(),
@@ -78,7 +83,9 @@ impl Bench {
                 }
                 Action::Update { range, .. } => {
                     self.updated.push(range);
-                    self.event(Event::Updated { range });
+                    if !self.updates_stay {
+                        self.event(Event::Updated { range });
+                    }
                 }
                 Action::Lend { range, .. } => self.lent.push(range),
                 Action::Commit { .. } => self.event(Event::Committed),
@@ -154,6 +161,19 @@ fn a_program_left_early_does_not_keep_the_slots_its_updates_need() {
     );
     assert!(bench.finish(Vec::new()), "{}", bench.core.describe());
     assert_eq!(bench.updated, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn a_worker_finds_its_next_updates_waiting() {
+    let ranges = 2 * UPDATES_PER_WORKER as u32;
+    let mut bench = Bench::with_staging(ranges, ranges);
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    bench.updates_stay = true;
+    assert!(bench.finish(vec![UPDATE]));
+    assert_eq!(bench.updated, [0, 1, 2, 3], "more than one waits for it");
+    bench.event(Event::Updated { range: 1 });
+    assert_eq!(bench.updated, [0, 1, 2, 3, 4], "they end in any order");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use swapper::core::{
     Action, ByKind, Core, CoreSettings, Event, Kind, Op, Request, SlotNumber, TileId,
+    UPDATES_PER_WORKER,
 };
 use swapper::{Schedule, StepProgram, resident};
 
@@ -392,7 +393,7 @@ impl<'a> Incarnation<'a> {
                 self.updates
                     .push_back((range, slots, self.hypers[step as usize - 1]));
                 assert!(
-                    self.updates.len() <= self.setup.workers + 1,
+                    self.updates.len() <= self.setup.workers * UPDATES_PER_WORKER,
                     "the workers have a short queue"
                 );
             }

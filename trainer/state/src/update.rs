@@ -12,9 +12,10 @@ use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
 use swapper::{Optimizer, TileBytes, TileRange, TileUpdate};
 
-/// Threads that stream tiles through a GPU: one copies to the GPU, one computes and one copies back at a
-/// time.
-pub const GPU_UPDATERS: usize = 3;
+/// Threads that stream tiles through a GPU: for one that copies to the GPU, one that computes and one that copies back, one more each, because
+/// a thread that waited for a copy wakes late on busy cores. With bf16 masters and moments in host memory, beside 13 threads of the CPU, an
+/// update of 1.345 G parameters took 0.244 s with three and 0.215 s with six.
+pub const GPU_UPDATERS: usize = 6;
 
 /// Least bytes of the state of a tile: where all state is in the parameters, as with SGD and fp32, a line stands for it.
 const STATE_BYTES_MIN: usize = 64;

@@ -268,7 +268,7 @@ API fake_enqueue(size_t stream, unsigned long long address, size_t bytes, void (
     return 0;
 }
 
-API cuStreamCreate(size_t *handle, unsigned) {
+API cuStreamCreateWithPriority(size_t *handle, unsigned, int) {
     LOCK;
     Stream *stream = new Stream;
     streams.insert(stream);
@@ -472,7 +472,7 @@ ALSO(cuMemcpyHtoDAsync_v2, hipMemcpyHtoDAsync);
 ALSO(cuMemcpyDtoHAsync_v2, hipMemcpyDtoHAsync);
 ALSO(cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync);
 ALSO(cuMemsetD8Async, hipMemsetD8Async);
-ALSO(cuStreamCreate, hipStreamCreateWithFlags);
+ALSO(cuStreamCreateWithPriority, hipStreamCreateWithPriority);
 ALSO(cuStreamDestroy_v2, hipStreamDestroy);
 ALSO(cuStreamSynchronize, hipStreamSynchronize);
 ALSO(cuStreamWaitEvent, hipStreamWaitEvent);

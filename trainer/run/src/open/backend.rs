@@ -122,7 +122,8 @@ impl PreparedRun {
         }
         if gpu.is_none() || plan.optimizer_device == OptimizerDevice::Shared {
             let threads = self.settings.train.threads;
-            for _ in 0..cpu_updaters(threads, plan.swapper.state_fraction) {
+            let count = cpu_updaters(threads, plan.swapper.state_fraction, plan.optimizer_device);
+            for _ in 0..count {
                 let optimizer = CpuUpdate(scalars.clone());
                 let checkpoint_tap = checkpoint_tap.clone();
                 optimizers.push(Box::new(TappedOptimizer {

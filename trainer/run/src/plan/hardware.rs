@@ -13,10 +13,11 @@ use serde::Serialize;
 use training_ranks::World;
 
 use crate::accelerator::{self, AcceleratorError, AskTorch};
-use crate::config::{DeviceChoice, RunSettings};
+use crate::config::{DeviceChoice, MasterType, RunSettings};
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
-    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, bus_bytes_per_s,
+    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, UPDATE_PARAMS_PER_S_BF16,
+    bus_bytes_per_s,
 };
 
 /// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
@@ -202,6 +203,10 @@ impl Hardware {
         let ranks = u64::from(settings.local_ranks);
         let threads = settings.train.threads as u64 * ranks;
         let cores = overrides.cores.unwrap_or(threads).max(1);
+        let update_params_per_s = match settings.optimizer.master {
+            MasterType::Bf16 => UPDATE_PARAMS_PER_S_BF16,
+            MasterType::Fp32 => UPDATE_PARAMS_PER_S,
+        };
         let tflops = products_tflops(gpu.as_ref(), cores as f64 / ranks as f64);
         let named = settings.placement.nvme_paths.len() as u64;
         let drives_count = overrides.drives_count.unwrap_or(named).max(1);
@@ -243,7 +248,7 @@ impl Hardware {
             update_params_per_s: Figure::first_known(
                 None,
                 None,
-                UPDATE_PARAMS_PER_S * cores as f64,
+                update_params_per_s * cores as f64,
             ),
             network_bytes_per_s: Figure::first_known(
                 overrides.network_bytes_per_s,

@@ -206,14 +206,3 @@ impl ComputeMemory {
         }
     }
 }
-
-/// Fraction of the update that the GPU does for a given `place`, from the seconds that each would need for
-/// all of it.
-pub(super) fn gpu_share(place: OptimizerDevice, cpu_s: f64, gpu_s: f64) -> f64 {
-    match place {
-        OptimizerDevice::Gpu => 1.0,
-        // Both finish at the same time.
-        OptimizerDevice::Shared => cpu_s / (cpu_s + gpu_s),
-        OptimizerDevice::Cpu | OptimizerDevice::Auto => 0.0,
-    }
-}

@@ -4,10 +4,11 @@ use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
 use super::memory::GpuUse;
 use super::operations::{self, Computing, Times};
-use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums, memory};
+use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums};
 use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
+use training_state::plan::updaters;
 
 /// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
 const COPIED_ELEMS_STEP: usize = 64;
@@ -133,7 +134,9 @@ impl Plan {
             let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
             let tiles = self.tile_sums().without(&self.gpu_tiles);
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
-            let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
+            let threads = (hardware.cores as usize / self.local_ranks as usize).max(1);
+            let (both_s, share) =
+                updaters::update_s(self.optimizer_device, threads, cpu_s, streamed_s);
             let again_bytes = match self.copy_bytes {
                 0 => again_bytes(tiles.param_bytes),
                 copy_bytes => again_bytes(copy_bytes),
@@ -142,7 +145,7 @@ impl Plan {
                 .with_copy(self.copy_bytes)
                 .with_gathers(again_bytes);
             bus_s = self.bus.s(bus_bytes_per_s);
-            update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
+            update_s = both_s;
         }
         let network_bytes = self.network_bytes_of();
         let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
