@@ -6,7 +6,9 @@ use swapper::{Staging, StepRates};
 
 use super::figures::Seconds;
 use super::{FigureSource, GpuHardware, Hardware, Plan, PlanError};
-use crate::computation::{ActivationCheckpointing, AttentionKernel, can_keep, cudnn_refusal};
+use crate::computation::{
+    ActivationCheckpointing, AttentionKernel, Checkpointing, can_keep, cudnn_refusal,
+};
 use crate::config::{
     ActivationsChoice, AttentionChoice, Fraction, GradientsChoice, OptimizerDevice,
     ResidentFraction, RunSettings, ShardChoice, Tier,
@@ -275,7 +277,7 @@ impl Plan {
         let Some(gpu) = self.hardware.gpu.clone() else {
             return;
         };
-        self.checkpointing = given_checkpointing(settings);
+        self.checkpointing = given_checkpointing(settings).into();
         self.inputs_away = settings.offload.activations == ActivationsChoice::Cpu;
         self.set_compute(settings);
         if settings.offload.activations != ActivationsChoice::Auto
@@ -316,19 +318,19 @@ impl Plan {
 
     /// Keeps as much as fits: keeping everything saves a fifth of the computing time.
     pub(super) fn choose_checkpointing(&mut self, settings: &RunSettings) {
-        self.checkpointing = given_checkpointing(settings);
+        self.checkpointing = given_checkpointing(settings).into();
         let Some(gpu) = self.hardware.gpu.clone() else {
             // The processor always recomputes.
-            self.checkpointing = ActivationCheckpointing::Full;
+            self.checkpointing = Checkpointing::default();
             return;
         };
         let written_out = self.mlp_chunks == 1 && can_keep(&settings.model, &settings.dropout);
         if !written_out {
-            self.checkpointing = ActivationCheckpointing::Full;
+            self.checkpointing = Checkpointing::default();
             self.set_compute(settings);
             self.chose(
                 "train.activation_checkpointing",
-                checkpointing_name(self.checkpointing).to_owned(),
+                checkpointing_name(self.checkpointing.level).to_owned(),
                 "blocks of this form, or with the MLP in chunks, have no explicit backward and are always recomputed",
             );
             return;
@@ -338,22 +340,54 @@ impl Plan {
             return;
         }
         let most_bytes = most_of(&gpu);
-        for checkpointing in [
+        for level in [
             ActivationCheckpointing::Matmuls,
             ActivationCheckpointing::Attention,
             ActivationCheckpointing::Full,
         ] {
-            self.checkpointing = checkpointing;
+            self.checkpointing = level.into();
             self.set_compute(settings);
             if self.gpu_bytes() <= most_bytes {
                 break;
             }
         }
+        self.keep_more_of_blocks(settings, most_bytes);
+        let chosen = self.checkpointing_words();
         self.chose(
             "train.activation_checkpointing",
-            checkpointing_name(self.checkpointing).to_owned(),
+            chosen,
             "the most for which GPU memory has room; what is kept need not be recomputed",
         );
+    }
+
+    /// Names what blocks keep, as "full" or "full, attention in 12 of 40 blocks".
+    pub(super) fn checkpointing_words(&self) -> String {
+        let Checkpointing { level, more_blocks } = self.checkpointing;
+        let (name, more) = (checkpointing_name(level), checkpointing_name(level.more()));
+        match more_blocks {
+            0 => name.to_owned(),
+            _ => format!(
+                "{name}, {more} in {more_blocks} of {} blocks",
+                self.units.len() - 2
+            ),
+        }
+    }
+
+    /// Lets as many blocks as GPU memory has room for keep one level more than the others.
+    fn keep_more_of_blocks(&mut self, settings: &RunSettings, most_bytes: u64) {
+        let left_bytes = most_bytes.saturating_sub(self.gpu_bytes());
+        let at_least = self.checkpointing;
+        let kept_bytes = |plan: &Self| plan.compute.kept_bytes;
+        let without_bytes = kept_bytes(self);
+        self.checkpointing.more_blocks = 1;
+        self.set_compute(settings);
+        let more_bytes = kept_bytes(self) - without_bytes;
+        self.checkpointing = Checkpointing {
+            // At the last level, a block keeps no more.
+            more_blocks: left_bytes.checked_div(more_bytes).unwrap_or(0) as usize,
+            ..at_least
+        };
+        self.set_compute(settings);
     }
 
     /// Keeps gradients in host memory if all fit. Otherwise keeps as many as leave room for staging, or as

@@ -119,7 +119,7 @@ impl Plan {
         };
         for level in levels {
             let mut part = host.clone();
-            part.checkpointing = level;
+            part.checkpointing = level.into();
             part.set_compute(settings);
             let left_bytes = most_of(&gpu).saturating_sub(part.gpu_bytes());
             let bytes = |unit: usize| part.unit_bytes(unit) as f64;

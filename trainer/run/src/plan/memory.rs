@@ -12,7 +12,7 @@ use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
 use crate::computation::{
-    ActivationCheckpointing, AttentionKernel, DEVICE_CONTEXT_BYTES, Work, device_working_bytes,
+    AttentionKernel, Checkpointing, DEVICE_CONTEXT_BYTES, Work, device_working_bytes,
     kept_bytes_a_token, working_bytes,
 };
 use crate::config::{OptimizerDevice, RunSettings};
@@ -60,7 +60,7 @@ pub struct ComputeMemory {
 pub(super) struct GpuUse {
     /// All tiles are in its memory.
     pub(super) lives: bool,
-    pub(super) checkpointing: ActivationCheckpointing,
+    pub(super) checkpointing: Checkpointing,
     pub(super) attention: AttentionKernel,
     /// Block inputs are kept in host memory.
     pub(super) inputs_away: bool,
@@ -182,13 +182,11 @@ impl ComputeMemory {
             ),
             false => (activation_bytes, 0),
         };
-        let kept = kept_bytes_a_token(
-            model,
-            &settings.dropout,
-            gpu.attention,
-            elem_bytes,
-            gpu.checkpointing,
-        ) as u64;
+        let kept = |level| {
+            let dropout = &settings.dropout;
+            kept_bytes_a_token(model, dropout, gpu.attention, elem_bytes, level) as f64
+        };
+        let kept = gpu.checkpointing.sum(blocks as usize, kept) as u64;
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
             grad_buffer_bytes: buffers(grad_blocks) + sums + tied_bytes,
@@ -197,7 +195,7 @@ impl ComputeMemory {
             away_bytes,
             // With the MLP in chunks nothing is kept, because blocks are recomputed.
             kept_bytes: match work.tiles {
-                1 => blocks * together_tokens * kept,
+                1 => together_tokens * kept,
                 _ => 0,
             },
             working_bytes: working(device_working_bytes),

@@ -35,7 +35,7 @@ mod tiles;
 use kernels::adamw::{Master, TileFormat};
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
-use crate::computation::{ActivationCheckpointing, AttentionKernel};
+use crate::computation::{AttentionKernel, Checkpointing};
 use crate::config::{MasterType, OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{Dtype, UnitLayout, unit_layouts};
 
@@ -81,7 +81,7 @@ pub struct Plan {
     /// Memory for computing: on the GPU if there is one, otherwise on the host.
     pub compute: ComputeMemory,
     /// Part of each block that backward recomputes on a GPU.
-    pub checkpointing: ActivationCheckpointing,
+    pub checkpointing: Checkpointing,
     /// Kernels that compute attention.
     pub attention: AttentionKernel,
     /// What products in 8 bits change, for people; `None` without them.
@@ -188,7 +188,7 @@ impl Plan {
             units,
             format,
             compute: ComputeMemory::default(),
-            checkpointing: ActivationCheckpointing::Full,
+            checkpointing: Checkpointing::default(),
             attention: AttentionKernel::Torch,
             fp8_note: None,
             inputs_away: false,

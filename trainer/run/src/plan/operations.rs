@@ -12,7 +12,7 @@
 use kernels::fp8::fp8_time;
 
 use super::GpuHardware;
-use crate::computation::{ActivationCheckpointing, AttentionKernel, Matmuls};
+use crate::computation::{ActivationCheckpointing, AttentionKernel, Checkpointing, Matmuls};
 use crate::config::RunSettings;
 use crate::model::{ParamRole, UnitLayout};
 
@@ -112,7 +112,7 @@ impl Times {
 /// How a step is computed, as far as it changes the time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Computing {
-    pub(super) checkpointing: ActivationCheckpointing,
+    pub(super) checkpointing: Checkpointing,
     pub(super) attention: AttentionKernel,
     pub(super) deterministic: bool,
     pub(super) matmuls: Matmuls,
@@ -130,10 +130,13 @@ pub(super) fn times(
 ) -> Times {
     let batch = &settings.batch;
     let tokens = batch.tokens() as f64;
-    let blocks = (units.len() - 2) as f64;
+    let blocks_count = units.len() - 2;
+    let blocks = blocks_count as f64;
     let params = 2.0 * params_count as f64 * tokens;
     let block_params = 2.0 * tokens * blocks * units[1].elems as f64;
-    let recomputed = 2.0 * tokens * blocks * recomputed_params(&units[1], how.checkpointing);
+    let recomputed =
+        (how.checkpointing).sum(blocks_count, |level| recomputed_params(&units[1], level));
+    let recomputed = 2.0 * tokens * recomputed;
     let share = match how.matmuls {
         Matmuls::InDtype => 1.0,
         Matmuls::Fp8 => fp8_time(settings.model.hidden_size),
@@ -147,11 +150,11 @@ pub(super) fn times(
     let length = usual_length(settings, documents);
     let [forward_rate, backward_rate] = attention_tflops(settings, length, gpu, how);
     let forward_s = forward / (forward_rate * 1e12);
-    let again = match how.checkpointing {
-        ActivationCheckpointing::Full => forward_s,
+    let again = how.checkpointing.sum(blocks_count, |level| match level {
+        ActivationCheckpointing::Full => 1.0 / blocks,
         ActivationCheckpointing::Attention | ActivationCheckpointing::Matmuls => 0.0,
-    };
-    let backward_s = BACKWARD_PRODUCTS * forward / (backward_rate * 1e12) + again;
+    });
+    let backward_s = BACKWARD_PRODUCTS * forward / (backward_rate * 1e12) + again * forward_s;
     Times {
         forward_s: products_s(block_params, of_head) + forward_s,
         backward_s: products_s(2.0 * block_params + recomputed, 2.0 * of_head) + backward_s,

@@ -8,7 +8,7 @@ use swapper::SwapperError;
 
 use super::Plan;
 use super::choices::why_no_cudnn;
-use crate::computation::{ActivationCheckpointing, Matmuls, fp8_refusal};
+use crate::computation::{Checkpointing, Matmuls, fp8_refusal};
 use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{CheckpointError, DirError, RunId, resolved};
 
@@ -164,7 +164,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     }
     let change = if plan.lives_in_gpu() {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
-    } else if plan.checkpointing != ActivationCheckpointing::Full {
+    } else if plan.checkpointing != Checkpointing::default() {
         "set train.activation_checkpointing = \"auto\""
     } else if !plan.inputs_away {
         "set offload.activations = \"auto\""

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, Outlook, Plan,
-    PlanError, Problem, attention_kernel_name, checkpointing_name,
+    PlanError, Problem, attention_kernel_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -165,7 +165,8 @@ pub struct ChosenReport {
     pub iodepth: u32,
     pub optimizer_step: &'static str,
     pub optimizer_device: &'static str,
-    pub activation_checkpointing: &'static str,
+    /// The level of all blocks, or the levels and the number of blocks of the second.
+    pub activation_checkpointing: String,
     /// Kernels that compute attention.
     pub attention: &'static str,
     pub activations: &'static str,
@@ -243,7 +244,7 @@ impl Plan {
                     swapper::Schedule::Deferred => "deferred",
                 },
                 optimizer_device: self.optimizer_device.name(),
-                activation_checkpointing: checkpointing_name(self.checkpointing),
+                activation_checkpointing: self.checkpointing_words(),
                 attention: attention_kernel_name(self.attention),
                 activations: match self.inputs_away || !on_gpu {
                     true => "cpu",

@@ -355,8 +355,8 @@ keys! {
         pub device: Option<String>,
         /// Part of a block that backward recomputes: "full" (everything; only its input is kept), "attention"
         /// (everything except queries, keys, values and the attention output), "matmuls" (only norms and
-        /// elementwise operations), or "auto": as little as GPU memory allows. The choice does not change
-        /// results.
+        /// elementwise operations), or "auto": as little as GPU memory allows, so that some blocks may recompute less than
+        /// others. The choice does not change results.
         #[default("\"auto\"")]
         #[example("\"attention\"")]
         pub activation_checkpointing: Option<String>,

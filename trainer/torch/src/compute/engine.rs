@@ -19,7 +19,7 @@ use super::params::Params;
 use super::positions::Rotary;
 use super::values::kind_of;
 use super::{Activation, ComputeDevice, ComputeError, GradSink, GradSums, Tokens, UnitWeights};
-use training_run::computation::{ActivationCheckpointing, AttentionKernel, Matmuls};
+use training_run::computation::{AttentionKernel, Checkpointing, Matmuls};
 use training_run::computation::{
     DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX, block_is_written_out, head_is_written_out,
 };
@@ -51,7 +51,7 @@ pub struct Engine {
     /// cuDNN's attention; `None`: torch's.
     cudnn: Option<CudnnAttention>,
     logits_elems_max: usize,
-    checkpointing: ActivationCheckpointing,
+    checkpointing: Checkpointing,
     /// Chunks of a block's MLP.
     tiles: usize,
     dropout: Dropout,
@@ -134,7 +134,7 @@ impl Engine {
             rotary,
             cudnn: None,
             logits_elems_max: LOGITS_ELEMS_MAX,
-            checkpointing: ActivationCheckpointing::Full,
+            checkpointing: Checkpointing::default(),
             tiles: 1,
             dropout: Dropout::NONE,
             dropout_seed: 0,
@@ -196,8 +196,8 @@ impl Engine {
 
     /// Sets what a block keeps from forward to backward. Has no effect on blocks without an explicit
     /// backward, as on the CPU.
-    pub fn with_checkpointing(mut self, checkpointing: ActivationCheckpointing) -> Self {
-        self.checkpointing = checkpointing;
+    pub fn with_checkpointing(mut self, checkpointing: impl Into<Checkpointing>) -> Self {
+        self.checkpointing = checkpointing.into();
         self
     }
 
@@ -211,10 +211,7 @@ impl Engine {
     }
 
     /// Sets what blocks keep from now on, and returns the previous setting.
-    pub fn set_checkpointing(
-        &mut self,
-        checkpointing: ActivationCheckpointing,
-    ) -> ActivationCheckpointing {
+    pub fn set_checkpointing(&mut self, checkpointing: Checkpointing) -> Checkpointing {
         std::mem::replace(&mut self.checkpointing, checkpointing)
     }
 
@@ -353,9 +350,10 @@ impl Engine {
                 }
             }
             Some(ops) => {
+                let level = (self.checkpointing).of_block(unit - 1, self.units.len() - 2);
                 let (output, kept) = self
                     .explicit_block(unit, ops, weights, &input.batch)?
-                    .forward(&input.tensor, self.checkpointing)?;
+                    .forward(&input.tensor, level)?;
                 input.kept.replace(kept);
                 output
             }

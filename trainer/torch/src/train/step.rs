@@ -19,7 +19,7 @@ use super::mover::{self, ExchangedBytes, Memory, Shards, Tiles, TilesIn};
 use super::step_order::{self, EMBEDDING, PlannedTurn, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, LossHandle, Tokens};
-use training_run::computation::ActivationCheckpointing;
+use training_run::computation::Checkpointing;
 use training_run::config::{Batch, RunSettings, Stage};
 use training_run::data::IGNORED;
 use training_run::data::{Data, Windows};
@@ -337,7 +337,7 @@ impl Stepper {
         let mut pass = PassState::new(batches, groups, counted, head + 1, self.gpu.as_ref());
         tiles.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
-        let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
+        let keep = (self.engine).set_checkpointing(Checkpointing::default());
         let trace = Trace::off();
         let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
         let done = (self.evaluation.clone().step_order().iter()).try_for_each(|planned| {

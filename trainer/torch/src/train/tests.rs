@@ -27,7 +27,7 @@ use super::inputs::InputPlace;
 use super::mover::{self, Shards, TilesIn};
 use super::step::{Stepper, hyper};
 use crate::compute::{ComputeDevice, Engine, set_up};
-use training_run::computation::ActivationCheckpointing;
+use training_run::computation::{ActivationCheckpointing, Checkpointing};
 use training_run::config::{Interval, RunSettings, Stage, check};
 use training_run::data::{Corpus, Data, Frame};
 use training_run::model::init::splitmix64;
@@ -40,13 +40,19 @@ use training_state::trace::Trace;
 use training_state::update::{ByGroup, CpuUpdate};
 
 /// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
-fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
-    let all = &[
-        ActivationCheckpointing::Matmuls,
-        ActivationCheckpointing::Attention,
-        ActivationCheckpointing::Full,
+fn keeps(tiles: usize) -> &'static [Checkpointing] {
+    const fn of(level: ActivationCheckpointing, more_blocks: usize) -> Checkpointing {
+        Checkpointing { level, more_blocks }
+    }
+    // Of five blocks.
+    const ALL: &[Checkpointing] = &[
+        of(ActivationCheckpointing::Matmuls, 0),
+        of(ActivationCheckpointing::Attention, 0),
+        of(ActivationCheckpointing::Full, 0),
+        of(ActivationCheckpointing::Attention, 2),
+        of(ActivationCheckpointing::Full, 3),
     ];
-    if tiles > 1 { &all[..1] } else { all }
+    if tiles > 1 { &ALL[..1] } else { ALL }
 }
 
 /// More blocks than buffers, of which a GPU or several ranks have three.
@@ -95,7 +101,7 @@ fn models() -> Vec<(&'static str, Value)> {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     bf16: bool,
-    keep: ActivationCheckpointing,
+    keep: Checkpointing,
     tiles: usize,
     micro_batches: u64,
     /// Micro-batches that are processed together.
@@ -374,7 +380,7 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
             let way = Way {
                 // Rounding is not under test here, so half of the cases use bf16.
                 bf16: (number + tiles) % 2 == 0,
-                keep: ActivationCheckpointing::Full,
+                keep: Checkpointing::default(),
                 tiles,
                 micro_batches,
                 group: micro_batches as usize,
@@ -413,7 +419,7 @@ fn each_group(mut compare: impl FnMut(&str, &Value, Way)) {
         for (bf16, tiles) in [(false, 1), (true, 1), (true, 3)] {
             let way = Way {
                 bf16,
-                keep: ActivationCheckpointing::Full,
+                keep: Checkpointing::default(),
                 tiles,
                 micro_batches: GROUPED as u64,
                 group: GROUPED,
@@ -559,26 +565,18 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
         };
         let way = |keep, micro_batches| grouped(keep, micro_batches, micro_batches as usize);
         let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
-        let expected = kept(ActivationCheckpointing::Full);
+        let expected = kept(Checkpointing::default());
         // One process with the same samples rounds sums in another order. The last number is a fingerprint.
-        let one = alone(
-            &harness,
-            &model,
-            &way(ActivationCheckpointing::Full, 2),
-            None,
-        );
+        let one = alone(&harness, &model, &way(Checkpointing::default(), 2), None);
         for (one, two) in one.iter().zip(&expected).take(one.len() - 1) {
             let [one, two] = [one, two].map(|bits| f64::from_bits(*bits));
             assert!((one / two - 1.0).abs() < 1e-3, "{name}: {one} and {two}");
         }
-        for keep in [
-            ActivationCheckpointing::Attention,
-            ActivationCheckpointing::Matmuls,
-        ] {
+        for &keep in keeps(1) {
             assert_eq!(kept(keep), expected, "{name}, {keep:?}");
         }
         let of_group = |group| {
-            let way = grouped(ActivationCheckpointing::Matmuls, GROUPED as u64, group);
+            let way = grouped(keeps(1)[0], GROUPED as u64, group);
             bits(&harness, &model, &way, None, comm.clone())
         };
         let together = of_group(GROUPED);
@@ -599,11 +597,14 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         }
         Err(error) => panic!("{error}"),
     };
-    // In a new process, because cuBLAS reads this variable when it starts.
-    if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
+    // In a new process, because cuBLAS reads this variable when it starts, and another test's question about GPUs before torch's GPU half
+    // is open would leave torch without one.
+    const OWN_PROCESS: &str = "TRAINER_TEST_OWN_PROCESS";
+    if std::env::var_os(OWN_PROCESS).is_none() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", &format!("train::tests::{name}"), "--nocapture"])
             .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
+            .env(OWN_PROCESS, "")
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&child.stdout).into_owned();

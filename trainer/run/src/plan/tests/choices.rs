@@ -105,15 +105,33 @@ fn spare_gpu_memory_keeps_results_of_matrix_products() {
         assert!(plan.check().is_err() || plan.gpu_bytes() <= gib * GIB);
         plan.checkpointing
     };
-    assert_eq!(keep(139, &settings), ActivationCheckpointing::Matmuls);
-    assert_eq!(keep(20, &settings), ActivationCheckpointing::Attention);
-    assert_eq!(keep(10, &settings), ActivationCheckpointing::Full);
+    assert_eq!(
+        keep(139, &settings),
+        ActivationCheckpointing::Matmuls.into()
+    );
+    // Some of the 24 blocks keep more than the others, and more of them with more memory.
+    let some = [20, 16, 12, 8].map(|gib| keep(gib, &settings));
+    let levels = some.map(|of| (of.level, of.more_blocks > 0));
+    let (attention, full) = (
+        ActivationCheckpointing::Attention,
+        ActivationCheckpointing::Full,
+    );
+    assert_eq!(
+        levels,
+        [
+            (attention, true),
+            (attention, true),
+            (full, true),
+            (full, false)
+        ]
+    );
+    assert!(some[0].more_blocks > some[1].more_blocks && some[0].more_blocks < 24);
     let given = large(
         "cpu",
         "cpu",
         &[("train.activation_checkpointing", json!("full"))],
     );
-    assert_eq!(keep(139, &given), ActivationCheckpointing::Full);
+    assert_eq!(keep(139, &given), ActivationCheckpointing::Full.into());
     // 0.7 GB for each block at 16k tokens and a hidden size of 2048.
     let plan = plan(&settings, &h200(1.0));
     let block_bytes = plan.compute.kept_bytes as f64 / 24.0;
@@ -143,7 +161,7 @@ fn a_block_without_explicit_backward_keeps_nothing_and_the_plan_says_so() {
     };
     assert_eq!(
         of(mistral(1024), &[]).checkpointing,
-        ActivationCheckpointing::Matmuls
+        ActivationCheckpointing::Matmuls.into()
     );
     let gpt2 = json!({"model_type": "gpt2", "vocab_size": 32000, "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048});
     for keep in ["auto", "matmuls"] {
@@ -153,7 +171,7 @@ fn a_block_without_explicit_backward_keeps_nothing_and_the_plan_says_so() {
         );
         assert_eq!(
             (plan.checkpointing, plan.compute.kept_bytes),
-            (ActivationCheckpointing::Full, 0)
+            (Checkpointing::default(), 0)
         );
         let chosen = plan
             .choices

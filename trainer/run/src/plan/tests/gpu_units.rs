@@ -1,6 +1,7 @@
 //! Tests of units whose tiles stay in GPU memory while those of the others are in host memory.
 
 use super::*;
+use crate::computation::ActivationCheckpointing;
 
 const FRACTION: &str = "offload.gpu_resident_fraction";
 
@@ -75,7 +76,7 @@ fn a_fraction_that_is_set_leaves_blocks_what_it_does_not_take() {
     let host = keeps(0.0, 30);
     assert_eq!(
         host,
-        ActivationCheckpointing::Matmuls,
+        ActivationCheckpointing::Matmuls.into(),
         "there is room for all"
     );
     let all = keeps(1.0, 30);

@@ -36,12 +36,12 @@ fn micro_batches_that_do_not_fit_together_are_grouped_and_recompute_less() {
     for (place, changes) in [("none", vec![]), ("cpu", vec![update])] {
         let all = [&changes[..], &[("train.micro_batch_group", json!(16))]].concat();
         let all = plan(&accumulating(place, 16, &all), &machine(0.0));
-        assert_eq!(all.checkpointing, ActivationCheckpointing::Full);
+        assert_eq!(all.checkpointing.level, ActivationCheckpointing::Full);
         assert_eq!((all.groups(), why(&all)), (1, None));
         let grouped = plan(&accumulating(place, 16, &changes), &machine(0.0));
         grouped.check().unwrap();
         assert!(grouped.groups() > 1, "{place}: {grouped}");
-        assert_ne!(grouped.checkpointing, ActivationCheckpointing::Full);
+        assert_ne!(grouped.checkpointing.level, ActivationCheckpointing::Full);
         assert!(grouped.bound.s < all.bound.s * 0.9, "{place}: {grouped}");
         let why = why(&grouped).unwrap();
         assert!(why.contains("less is recomputed"), "{why}");

@@ -202,7 +202,7 @@ fn kept_values_share_no_memory_with_a_units_weights() {
             }
             let bytes: usize = kept.iter().map(Activation::size_bytes).sum();
             drop(kept);
-            case.engine.set_checkpointing(ActivationCheckpointing::Full);
+            (case.engine).set_checkpointing(ActivationCheckpointing::Full.into());
             let inputs = case.forward();
             let least: usize = inputs.iter().map(Activation::size_bytes).sum();
             let keeps = keep != ActivationCheckpointing::Full && name.ends_with("explicit");
