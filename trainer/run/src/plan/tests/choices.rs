@@ -110,7 +110,7 @@ fn spare_gpu_memory_keeps_results_of_matrix_products() {
         ActivationCheckpointing::Matmuls.into()
     );
     // Some of the 24 blocks keep more than the others, and more of them with more memory.
-    let some = [20, 16, 12, 8].map(|gib| keep(gib, &settings));
+    let some = [20, 16, 12, 6].map(|gib| keep(gib, &settings));
     let levels = some.map(|of| (of.level, of.more_blocks > 0));
     let (attention, full) = (
         ActivationCheckpointing::Attention,
