@@ -41,16 +41,16 @@ use training_state::update::{ByGroup, CpuUpdate};
 
 /// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
 fn keeps(tiles: usize) -> &'static [Checkpointing] {
-    const fn of(level: ActivationCheckpointing, more_blocks: usize) -> Checkpointing {
+    const fn with_more(level: ActivationCheckpointing, more_blocks: usize) -> Checkpointing {
         Checkpointing { level, more_blocks }
     }
     // Of five blocks.
     const ALL: &[Checkpointing] = &[
-        of(ActivationCheckpointing::Matmuls, 0),
-        of(ActivationCheckpointing::Attention, 0),
-        of(ActivationCheckpointing::Full, 0),
-        of(ActivationCheckpointing::Attention, 2),
-        of(ActivationCheckpointing::Full, 3),
+        with_more(ActivationCheckpointing::Matmuls, 0),
+        with_more(ActivationCheckpointing::Attention, 0),
+        with_more(ActivationCheckpointing::Full, 0),
+        with_more(ActivationCheckpointing::Attention, 2),
+        with_more(ActivationCheckpointing::Full, 3),
     ];
     if tiles > 1 { &ALL[..1] } else { ALL }
 }
