@@ -72,6 +72,11 @@ pub(crate) const BEGIN_ANEW: &str =
 /// The exception for an error of the swapper.
 #[expect(clippy::needless_pass_by_value, reason = "passed to map_err")]
 pub(crate) fn failed(error: SwapperError) -> PyErr {
+    failed_with(&error)
+}
+
+/// The exception for an error that others may be told too.
+pub(crate) fn failed_with(error: &SwapperError) -> PyErr {
     let text = error.to_string();
     if error.is_of_a_gone_daemon() {
         return DaemonGone::new_err(format!(
