@@ -16,11 +16,12 @@ fn the_tests_of_a_gpu_hold_on_a_fake_cuda() {
         "adamw::",
         "memory::",
         "reduce::",
-        "shelf::",
+        "host_copies::",
+        "host_stash::",
         "streams::",
         "tile_updater::",
     ];
-    run_on_fake(source(), &libraries, &[], &tests, CUDA_INFO, 14);
+    run_on_fake(source(), &libraries, &[], &tests, CUDA_INFO);
 }
 
 #[test]
@@ -34,7 +35,7 @@ fn the_tests_of_a_gpu_hold_on_a_fake_hip() {
         "tile_updater::a_tile",
     ];
     let info = "vendor: Hip, index: 0, name: \"fake\", arch: \"gfx90a:sramecc+:xnack-\"";
-    run_on_fake(source(), &libraries, &["-DFAKE_HIP"], &tests, info, 14);
+    run_on_fake(source(), &libraries, &["-DFAKE_HIP"], &tests, info);
 }
 
 fn source() -> &'static Path {

@@ -17,6 +17,5 @@ fn the_tests_of_fused_kernels_hold_on_a_fake() {
         &options,
         &["formulas::", "fp8::"],
         CUDA_INFO,
-        7,
     );
 }
