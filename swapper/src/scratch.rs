@@ -86,6 +86,11 @@ impl ScratchSettings {
         }
     }
 
+    /// Tiles that a tensor of `bytes` takes.
+    pub fn tiles_of(&self, bytes: u64) -> u32 {
+        bytes.div_ceil(self.tile_bytes.into()) as u32
+    }
+
     /// Bytes on devices.
     pub fn bytes(&self) -> u64 {
         u64::from(self.tile_bytes) * u64::from(self.tile_count)

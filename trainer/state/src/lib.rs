@@ -7,7 +7,7 @@
 //!                             │  update: steps over tiles     checkpoint_tap: copies of updated tiles
 //!                             └─ one GPU's memory
 //!   checkpointer  checkpoints during training              ranks    operations of all processes together
-//!   scratch_copies  tensors that wait on devices, between memory and scratch tiles
+//!   scratch_copies, tile_stash  tensors that wait on devices, between memory and scratch tiles
 //!   store    device files and the private daemon             run       run.json, checkpoints, the committed state
 //!   metrics  metrics.jsonl   monitor  TensorBoard and CSV    trace     a timeline of some steps
 //!   learning_rate, overflow  pure functions of the step and of what was committed with it
@@ -33,5 +33,6 @@ pub mod run;
 pub mod scratch_copies;
 pub mod stage;
 pub mod store;
+pub mod tile_stash;
 pub mod trace;
 pub mod update;

@@ -57,7 +57,7 @@ impl From<GpuError> for CopyError {
 }
 
 /// A copy that was made, or on a GPU enqueued; the event stands behind it.
-pub type Copied = Result<Option<Arc<Event>>, CopyError>;
+pub type CopyResult = Result<Option<Arc<Event>>, CopyError>;
 
 /// The bytes of one tile of a tensor.
 #[derive(Clone, Copy)]
@@ -81,16 +81,16 @@ struct TensorCopy {
 
 #[derive(Default)]
 struct Results {
-    copies: Mutex<HashMap<u64, Copied>>,
+    copies: Mutex<HashMap<u64, CopyResult>>,
     changed: Condvar,
 }
 
 impl Results {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Copied>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, CopyResult>> {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set_result(&self, number: u64, found: Copied) {
+    fn set_result(&self, number: u64, found: CopyResult) {
         self.lock().insert(number, found);
         self.changed.notify_all();
     }
@@ -370,7 +370,7 @@ impl ScratchCopies {
         let tile_bytes = self.area.tile_bytes as usize;
         assert_eq!(
             tiles.len(),
-            bytes.div_ceil(tile_bytes),
+            self.area.tiles_of(bytes as u64) as usize,
             "tiles for {bytes} bytes"
         );
         let piece = |(index, tile): (usize, u32)| Piece {
@@ -394,9 +394,9 @@ impl ScratchCopies {
     }
 
     /// Returns the result of a copy when it is made, or on a GPU enqueued; `None` if that takes longer than `most`. The result is returned once.
-    pub fn wait(&self, number: u64, most: Duration) -> Option<Copied> {
+    pub fn wait(&self, number: u64, most: Duration) -> Option<CopyResult> {
         let copies = self.results.lock();
-        let waits = |copies: &mut HashMap<u64, Copied>| !copies.contains_key(&number);
+        let waits = |copies: &mut HashMap<u64, CopyResult>| !copies.contains_key(&number);
         let waited = (self.results.changed).wait_timeout_while(copies, most, waits);
         let (mut copies, _) = waited.unwrap_or_else(PoisonError::into_inner);
         copies.remove(&number)
