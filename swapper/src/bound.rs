@@ -58,12 +58,14 @@ impl StepBytes {
         self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
     }
 
-    /// All bytes read, and all bytes written.
-    fn all_bytes(&self) -> (f64, f64) {
-        (
-            self.read_bytes() + self.scratch_read_bytes,
-            self.written_bytes + self.scratch_written_bytes,
-        )
+    /// All bytes read: of units, and the caller's own.
+    pub fn all_read_bytes(&self) -> f64 {
+        self.read_bytes() + self.scratch_read_bytes
+    }
+
+    /// All bytes written: of units, and the caller's own.
+    pub fn all_written_bytes(&self) -> f64 {
+        self.written_bytes + self.scratch_written_bytes
     }
 }
 
@@ -208,7 +210,7 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
     let writing = |bytes: f64| over(bytes, rates.write_bytes_per_s);
     let staged = |bytes: f64| bytes - rates.staging_bytes;
     let term = |wall, what, s| Term { wall, what, s };
-    let (all_read, all_written) = bytes.all_bytes();
+    let (all_read, all_written) = (bytes.all_read_bytes(), bytes.all_written_bytes());
     let mut terms = vec![
         term(Wall::Writes, "W/w", writing(all_written)),
         term(Wall::Reads, "R/r", reading(all_read)),

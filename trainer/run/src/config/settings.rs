@@ -420,17 +420,19 @@ pub struct TrainSettings {
     pub micro_batch_group: Option<usize>,
 }
 
-/// Where block inputs are kept from forward to backward when a GPU computes. The choice does not change
-/// results. Without a GPU they are in host memory.
+/// Where block inputs are kept from forward to backward. The choice does not change results. Without a GPU they are in
+/// host memory unless they are on devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationsChoice {
-    /// GPU memory as long as they fit.
+    /// GPU memory as long as they fit, then host memory, then devices of the run's store.
     Auto,
     /// GPU memory.
     Gpu,
     /// Host memory; each input crosses the bus twice.
     Cpu,
+    /// Devices of the store; each input is written once and read once, through host memory.
+    Nvme,
 }
 
 /// Kernels that compute attention on a GPU. Their results differ within the rounding of sums.

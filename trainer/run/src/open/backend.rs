@@ -2,7 +2,7 @@
 
 use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
-use swapper::{OpenReport, Optimizer, Swapper};
+use swapper::{FaultKind, OpenReport, Optimizer, Swapper, SwapperError};
 
 use super::PreparedRun;
 use super::RunError;
@@ -37,6 +37,14 @@ pub fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> Para
         });
         (unit.elems as u64, params)
     }))
+}
+
+/// Whether the devices have too little free space.
+fn is_of_no_space(error: &SwapperError) -> bool {
+    match error.cause() {
+        SwapperError::Client { source, .. } => source.fault() == Some(FaultKind::NoSpace),
+        _ => false,
+    }
 }
 
 impl PreparedRun {
@@ -76,8 +84,12 @@ impl PreparedRun {
             self.optimizers(plan, groups, checkpoint_tap)?,
         );
         let (swapper, opened) = opened.map_err(|error| {
+            let input_bytes = plan.swapper.scratch.bytes();
             if error.is_of_an_unclean_job() {
                 RunError::InPlace(error)
+            } else if input_bytes > 0 && is_of_no_space(&error) {
+                let error = Box::new(error);
+                RunError::NoRoomForInputs { error, input_bytes }
             } else {
                 error.into()
             }

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
+use offload_support::units::ApproxBytes;
 use swapper::{SwapperError, TileError};
 
 use crate::accelerator::AcceleratorError;
@@ -109,6 +110,15 @@ pub enum RunError {
         was: String,
         now: String,
         remedy: String,
+    },
+    #[error(
+        "{error}; {} of this are for block inputs (offload.activations = \"nvme\"): they take less with a smaller train_micro_batch_size_per_gpu (and more gradient_accumulation_steps), train.micro_batch_group or train.seq_len",
+        ApproxBytes(*input_bytes)
+    )]
+    NoRoomForInputs {
+        error: Box<SwapperError>,
+        /// Of this process.
+        input_bytes: u64,
     },
     #[error(transparent)]
     NotMounted(#[from] NotMounted),

@@ -29,9 +29,11 @@ pub use run::OpenRun;
 pub use site::{ExistingRun, Site};
 
 use crate::accelerator;
-use crate::config::{FirstWeights, Interval, RunSettings, SettingsError, ShardChoice};
+use crate::config::{
+    ActivationsChoice, FirstWeights, Interval, RunSettings, SettingsError, ShardChoice,
+};
 use crate::data::Data;
-use crate::plan::{Beginning, Hardware, Overrides, Plan};
+use crate::plan::{Beginning, Hardware, InputsIn, Overrides, Plan};
 use crate::weights::WeightsError;
 pub(crate) use describe::SHARED_STORE;
 use describe::{describe, trained_with};
@@ -319,6 +321,15 @@ impl PreparedRun {
         if group < self.plan.micro_batch_group {
             self.plan_again()?;
         }
+        // The first rank's plan sizes the store that all processes of a node use.
+        let is_on_drives = self.plan.inputs_in == InputsIn::Drives;
+        let on_drives = self.ranks.numbers([u64::from(is_on_drives)])?;
+        if on_drives.contains(&[1]) {
+            self.settings.offload.activations = ActivationsChoice::Nvme;
+            if !is_on_drives {
+                self.plan_again()?;
+            }
+        }
         let whys = self.ranks.messages(self.plan.why_no_copy().into())?;
         let without = whys.iter().position(|why| !why.is_empty());
         if let Some(rank) = without.filter(|_| self.plan.copy_bytes > 0) {
@@ -336,6 +347,7 @@ impl PreparedRun {
 
     fn plan_again(&mut self) -> Result<(), RunError> {
         self.plan = plan_of(&self.settings, self.plan.hardware.clone(), &self.site)?;
+        self.files = self.plan.store_files(&self.settings, &self.id.job);
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use swapper::Backing;
 use swapper::private::PrivateDaemon;
+use swapper::{Backing, ScratchSettings};
 use test_hooks::kill_point::{Point, reach};
 
 use super::describe::SHARED_STORE;
@@ -307,7 +307,9 @@ impl PreparedRun {
     ///
     /// # Errors
     /// A store file is missing; nothing was committed yet; the directory, the store or the daemon fails.
-    pub fn open_existing(self) -> Result<OpenRun, RunError> {
+    pub fn open_existing(mut self) -> Result<OpenRun, RunError> {
+        // Nobody computes.
+        self.plan.swapper.scratch = ScratchSettings::default();
         let files = self.files.iter().flat_map(StoreFiles::paths);
         let missing = files.filter(|file| !file.exists());
         let missing: Vec<String> = missing.map(|file| file.display().to_string()).collect();
@@ -437,7 +439,7 @@ impl PreparedRun {
             files,
             &daemon_dir(dir.path()),
             rank_bytes * self.ranks.local().len() as u64,
-            self.plan.swapper.iodepth,
+            self.plan.swapper.iodepth + self.plan.swapper.scratch.slot_count,
             &self.settings.offload.engine,
         )?;
         Ok(Some(daemon))

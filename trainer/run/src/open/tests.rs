@@ -47,11 +47,15 @@ impl Group for WithOther {
     }
 }
 
-fn tree(dir: &TempDir) -> Value {
+fn tree(dir: &TempDir, device: &str) -> Value {
+    let place = match device {
+        "nvme" => json!({"device": device, "nvme_path": dir.path()}),
+        _ => json!({"device": device}),
+    };
     json!({
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 8,
-        "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {"offload_param": place, "offload_optimizer": place},
         "model": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
             "num_hidden_layers": 2, "num_attention_heads": 2},
         "data": {"files": ["text"]},
@@ -61,8 +65,8 @@ fn tree(dir: &TempDir) -> Value {
 }
 
 /// The plan that a rank makes with the other, which says something else in some calls of `agree`.
-fn agreed(dir: &TempDir, nodes: u32, says: Says) -> (Plan, Plan) {
-    let mut settings = check(tree(dir), "test", Some(2)).unwrap();
+fn agreed(dir: &TempDir, device: &str, nodes: u32, says: Says) -> (Plan, PreparedRun) {
+    let mut settings = check(tree(dir, device), "test", Some(2)).unwrap();
     settings.local_ranks = 2 / nodes;
     // Ranks tell each other their nodes first.
     let before = usize::from(nodes > 1);
@@ -79,7 +83,7 @@ fn agreed(dir: &TempDir, nodes: u32, says: Says) -> (Plan, Plan) {
     let mut prepared = PreparedRun::new(settings, &StartPoint::Fresh, site).unwrap();
     let own = prepared.plan.clone();
     prepared.agree().unwrap();
-    (own, prepared.plan)
+    (own, prepared)
 }
 
 fn group(size: u64) -> (usize, Vec<u8>) {
@@ -90,8 +94,8 @@ fn group(size: u64) -> (usize, Vec<u8>) {
 fn ranks_take_the_smallest_group_of_micro_batches() {
     let dir = tempfile::tempdir().unwrap();
     for (other, size) in [(8, 8), (4, 4), (1, 1), (16, 8)] {
-        let (_, plan) = agreed(&dir, 1, vec![group(other)]);
-        assert_eq!(plan.micro_batch_group, size);
+        let (_, run) = agreed(&dir, "cpu", 1, vec![group(other)]);
+        assert_eq!(run.plan.micro_batch_group, size);
     }
 }
 
@@ -100,16 +104,32 @@ fn a_smaller_group_brings_no_copy_back_for_which_another_node_has_no_room() {
     let dir = tempfile::tempdir().unwrap();
     let no_room = b"no room".to_vec();
     let why = [
-        (1, (no_room.len() as u64).to_le_bytes().to_vec()),
-        (2, no_room),
+        (2, (no_room.len() as u64).to_le_bytes().to_vec()),
+        (3, no_room),
     ];
     for other in [8, 4] {
-        let (own, plan) = agreed(&dir, 2, [vec![group(other)], why.to_vec()].concat());
+        let says = [vec![group(other)], why.to_vec()].concat();
+        let (own, PreparedRun { plan, .. }) = agreed(&dir, "cpu", 2, says);
         assert!(own.copy_bytes > 0, "alone, it keeps a copy");
         assert_eq!(
             (plan.copy_bytes, plan.micro_batch_group),
             (0, other as usize)
         );
         assert!(plan.why_no_copy().contains("no room"));
+    }
+}
+
+#[test]
+fn block_inputs_are_on_drives_for_all_ranks_if_they_are_for_one() {
+    let dir = tempfile::tempdir().unwrap();
+    for (other, place) in [(0, InputsIn::Place), (1, InputsIn::Drives)] {
+        let says = vec![(1, u64::to_le_bytes(other).to_vec())];
+        let (own, run) = agreed(&dir, "nvme", 1, says);
+        assert_eq!(own.inputs_in, InputsIn::Place, "alone, they fit");
+        assert_eq!(run.plan.inputs_in, place);
+        // The store has room for them.
+        let needed = run.plan.store_files(&run.settings, &run.id.job);
+        assert_eq!(run.files, needed);
+        assert_eq!(run.plan.device_bytes() > own.device_bytes(), other == 1);
     }
 }

@@ -2,10 +2,10 @@
 //! depends on.
 
 use offload_support::units::ApproxBytes;
-use swapper::{Staging, StepRates};
+use swapper::{ScratchSettings, Staging, StepRates, SwapperError};
 
 use super::figures::Seconds;
-use super::{FigureSource, GpuHardware, Hardware, Plan, PlanError};
+use super::{FigureSource, GpuHardware, Hardware, InputsIn, Plan, PlanError, Problem, ProblemKind};
 use crate::computation::{
     ActivationCheckpointing, AttentionKernel, Checkpointing, can_keep, cudnn_refusal,
 };
@@ -28,6 +28,9 @@ const GROUP_GAIN_MIN: f64 = 0.02;
 
 /// Key of the ranks that divide 16-bit parameters.
 const SHARD: &str = "offload.shard";
+
+/// Key of the place of block inputs.
+const ACTIVATIONS: &str = "offload.activations";
 
 /// Key of the micro-batches that are processed together.
 const GROUP: &str = "train.micro_batch_group";
@@ -168,8 +171,9 @@ impl Plan {
             Seconds(ungrouped.judged_s(settings)),
             self.micro_batches
         );
-        why += match (self.inputs_away, ungrouped.inputs_away) {
-            (false, true) => " block inputs stay on the GPU",
+        why += match (self.inputs_in, ungrouped.inputs_in) {
+            (InputsIn::Place, InputsIn::Host | InputsIn::Drives) => " block inputs stay on the GPU",
+            (InputsIn::Host, InputsIn::Drives) => " block inputs stay in host memory",
             _ if self.checkpointing != ungrouped.checkpointing => " less is recomputed",
             _ => " activations take less memory",
         };
@@ -195,7 +199,7 @@ impl Plan {
         self.choose_attention(settings);
         self.refresh(settings)?;
         self.choose_update(settings);
-        self.choose_activations(settings);
+        self.choose_activations(settings)?;
         self.choose_gradients(settings)?;
         self.choose_residents(settings)?;
         self.choose_commits(settings)?;
@@ -272,27 +276,75 @@ impl Plan {
         }
     }
 
-    /// Keeps block inputs in GPU memory if they fit there with the lowest level of activation checkpointing.
-    pub(super) fn choose_activations(&mut self, settings: &RunSettings) {
-        let Some(gpu) = self.hardware.gpu.clone() else {
-            return;
-        };
+    /// Keeps block inputs where the block computes if they fit there with the lowest level of activation checkpointing, otherwise
+    /// in host memory, and on devices if they fit nowhere else.
+    pub(super) fn choose_activations(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
         self.checkpointing = given_checkpointing(settings).into();
-        self.inputs_away = settings.offload.activations == ActivationsChoice::Cpu;
-        self.set_compute(settings);
-        if settings.offload.activations != ActivationsChoice::Auto
-            || self.gpu_bytes() <= most_of(&gpu)
-        {
-            return;
+        let wanted = settings.offload.activations;
+        let gpu = self.hardware.gpu.clone();
+        let host = match gpu {
+            Some(_) => InputsIn::Host,
+            None => InputsIn::Place,
+        };
+        self.keep_inputs_in(
+            settings,
+            match wanted {
+                ActivationsChoice::Auto | ActivationsChoice::Gpu => InputsIn::Place,
+                ActivationsChoice::Cpu => host,
+                ActivationsChoice::Nvme => InputsIn::Drives,
+            },
+        )?;
+        if wanted != ActivationsChoice::Auto {
+            return Ok(());
         }
-        self.inputs_away = true;
-        self.set_compute(settings);
-        self.set_rates(settings);
-        self.chose(
-            "offload.activations",
-            "cpu".to_owned(),
-            "GPU memory has no room for the block inputs",
-        );
+        if gpu.is_some_and(|gpu| self.gpu_bytes() > most_of(&gpu)) {
+            self.keep_inputs_in(settings, InputsIn::Host)?;
+            let why = "GPU memory has no room for the block inputs";
+            self.chose(ACTIVATIONS, "cpu".to_owned(), why);
+        }
+        // What is chosen later can be on devices, too.
+        let later_bytes = match settings.offload.gradients {
+            GradientsChoice::Auto => self.host_grad_bytes(),
+            GradientsChoice::Cpu | GradientsChoice::Nvme => 0,
+        };
+        let is_in_host_memory = self.inputs_in == host;
+        let has_no_room = self.host_bytes() - later_bytes > self.most_host_bytes(settings);
+        let has_drives = settings.placement.has_store() && self.input_area().is_ok();
+        if is_in_host_memory && has_no_room && has_drives {
+            self.keep_inputs_in(settings, InputsIn::Drives)?;
+            let why = match self.hardware.gpu {
+                Some(_) => "neither GPU memory nor host memory has room for the block inputs",
+                None => "host memory has no room for the block inputs",
+            };
+            self.chose(ACTIVATIONS, "nvme".to_owned(), why);
+        }
+        Ok(())
+    }
+
+    /// The area on devices for block inputs of all micro-batches that are processed together.
+    fn input_area(&self) -> Result<ScratchSettings, SwapperError> {
+        let inputs = (self.units.len() - 2) * self.micro_batch_group;
+        ScratchSettings::for_tensors(&vec![self.input_bytes; inputs])
+    }
+
+    /// Keeps block inputs in `place`.
+    fn keep_inputs_in(&mut self, settings: &RunSettings, place: InputsIn) -> Result<(), PlanError> {
+        self.choices.retain(|choice| choice.key != ACTIVATIONS);
+        self.inputs_in = place;
+        self.swapper.scratch = match place {
+            InputsIn::Place | InputsIn::Host => ScratchSettings::default(),
+            InputsIn::Drives => {
+                let area = self.input_area();
+                area.map_err(|error| {
+                    PlanError::Refused(Problem::new(
+                        ProblemKind::Settings,
+                        format!("{ACTIVATIONS} is \"nvme\", but the drives cannot hold so large block inputs: {error}"),
+                        format!("lower {GROUP}, train_micro_batch_size_per_gpu or train.seq_len"),
+                    ))
+                })?
+            }
+        };
+        Ok(self.refresh(settings)?)
     }
 
     /// Takes cuDNN's attention where it can be used. If it was asked for elsewhere, that is reported later as a problem.

@@ -105,7 +105,7 @@ impl Plan {
             // The nearest number of blocks; rounding must not lose the last one.
             let in_gpu = fill(self.units.len(), most + elems(1) / 2.0, elems);
             self.keep_in_gpu(settings, in_gpu)?;
-            self.fit_beside_tiles(settings);
+            self.fit_beside_tiles(settings)?;
             return Ok(());
         }
         let host = self.clone();
@@ -139,7 +139,7 @@ impl Plan {
         if !updates_elsewhere {
             let mut all = host.clone();
             all.keep_in_gpu(settings, vec![true; all.units.len()])?;
-            all.fit_beside_tiles(settings);
+            all.fit_beside_tiles(settings)?;
             let fits = all.gpu_bytes() <= most_of(&gpu);
             if fits && all.judged_s(settings) <= self.judged_s(settings) * ALL_S_MAX {
                 *self = all;
@@ -158,10 +158,11 @@ impl Plan {
     }
 
     /// Chooses again what blocks keep, in the memory that tiles leave.
-    fn fit_beside_tiles(&mut self, settings: &RunSettings) {
-        self.choose_activations(settings);
+    fn fit_beside_tiles(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        self.choose_activations(settings)?;
         self.choose_checkpointing(settings);
         self.set_rates(settings);
+        Ok(())
     }
 
     fn say_gpu_units(&mut self, settings: &RunSettings, host: &Self) {

@@ -45,6 +45,8 @@ pub struct ComputeMemory {
     pub activation_bytes: u64,
     /// Part of the activations that is kept in host memory while a GPU computes; it takes no GPU memory.
     pub away_bytes: u64,
+    /// Part of the activations that is kept on devices; it takes no memory.
+    pub on_drives_bytes: u64,
     /// Values that blocks keep besides their inputs.
     pub kept_bytes: u64,
     /// Largest additional memory for computing one unit.
@@ -55,6 +57,17 @@ pub struct ComputeMemory {
     pub context_bytes: u64,
 }
 
+/// Where the inputs of blocks are from forward to backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InputsIn {
+    /// In the memory of the device that computes.
+    Place,
+    /// In host memory while a GPU computes.
+    Host,
+    /// On devices of the store.
+    Drives,
+}
+
 /// How a GPU is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GpuUse {
@@ -62,8 +75,6 @@ pub(super) struct GpuUse {
     pub(super) lives: bool,
     pub(super) checkpointing: Checkpointing,
     pub(super) attention: AttentionKernel,
-    /// Block inputs are kept in host memory.
-    pub(super) inputs_away: bool,
     pub(super) optimizer_device: OptimizerDevice,
     pub(super) format: TileFormat,
     pub(super) tile_elems: u64,
@@ -85,11 +96,11 @@ impl ComputeMemory {
     }
 
     /// Memory for the model of `settings` with `units`, on the processor or on a GPU as in `gpu`. `group` micro-batches are
-    /// processed together.
+    /// processed together, and their inputs are in `inputs`.
     pub(super) fn new(
         settings: &RunSettings,
         units: &[UnitLayout],
-        group: usize,
+        (group, inputs): (usize, InputsIn),
         gpu: Option<GpuUse>,
     ) -> Self {
         let elem_bytes = settings.dtype.elem_bytes();
@@ -100,8 +111,17 @@ impl ComputeMemory {
         // Inputs of every block and of the head, and the gradient on its way back.
         let kept_units = units.len() as u64;
         let together_tokens = (batch.micro_batch * group * batch.seq_len) as u64;
-        let activation_bytes =
-            kept_units * together_tokens * (model.hidden_size * elem_bytes) as u64;
+        let token_bytes = (model.hidden_size * elem_bytes) as u64;
+        let blocks = units.len() as u64 - 2;
+        let input_bytes = blocks * together_tokens * token_bytes;
+        // Elsewhere, there are the newest unit's output and its input or gradient, the two inputs in transit, and the one in use.
+        let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * token_bytes;
+        let passing_bytes = 2 * together_tokens * token_bytes + 3 * micro_batch_bytes;
+        let (activation_bytes, away_bytes, on_drives_bytes) = match inputs {
+            InputsIn::Place => (kept_units * together_tokens * token_bytes, 0, 0),
+            InputsIn::Host => (passing_bytes, input_bytes, 0),
+            InputsIn::Drives => (passing_bytes, 0, input_bytes),
+        };
         let work = Work {
             micro_batch: batch.micro_batch,
             seq_len: batch.seq_len,
@@ -114,7 +134,6 @@ impl ComputeMemory {
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
         let stage = settings.placement.stage;
-        let blocks = units.len() as u64 - 2;
         let all: u64 = units.iter().map(bytes).sum();
         // Below stage 2, all gradients stay whole until the end of backward; sums over several micro-batches
         // are fp32.
@@ -152,6 +171,7 @@ impl ComputeMemory {
                 grad_buffer_bytes: grads + waiting_bytes + tied_bytes,
                 gradient_sum_bytes,
                 activation_bytes,
+                on_drives_bytes,
                 working_bytes: working(working_bytes),
                 ..Self::default()
             };
@@ -171,17 +191,6 @@ impl ComputeMemory {
             (false, 1) => (blocks, 0),
             (false, _) => (blocks, waiting_bytes),
         };
-        // With inputs in host memory, the GPU holds the newest unit's output and its input or gradient, the
-        // two inputs in transit, and the one in use.
-        let input_bytes = (model.hidden_size * elem_bytes) as u64;
-        let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * input_bytes;
-        let (activation_bytes, away_bytes) = match gpu.inputs_away {
-            true => (
-                2 * together_tokens * input_bytes + 3 * micro_batch_bytes,
-                blocks * together_tokens * input_bytes,
-            ),
-            false => (activation_bytes, 0),
-        };
         let kept = |level| {
             let dropout = &settings.dropout;
             kept_bytes_a_token(model, dropout, gpu.attention, elem_bytes, level) as f64
@@ -193,6 +202,7 @@ impl ComputeMemory {
             gradient_sum_bytes,
             activation_bytes,
             away_bytes,
+            on_drives_bytes,
             // With the MLP in chunks nothing is kept, because blocks are recomputed.
             kept_bytes: match work.tiles {
                 1 => together_tokens * kept,

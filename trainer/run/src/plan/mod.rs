@@ -44,7 +44,7 @@ pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name};
 pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
-pub use memory::ComputeMemory;
+pub use memory::{ComputeMemory, InputsIn};
 pub use operations::Operations;
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, compare_places};
@@ -88,8 +88,10 @@ pub struct Plan {
     fp8_note: Option<String>,
     /// Chunks in which the MLP of a block is computed.
     pub mlp_chunks: usize,
-    /// Whether block inputs are kept in host memory until a GPU's backward.
-    pub inputs_away: bool,
+    /// Where block inputs are until backward.
+    pub inputs_in: InputsIn,
+    /// Bytes of the input of a block for one micro-batch.
+    pub input_bytes: u64,
     /// Whether each unit's tiles are in the memory of the GPU that computes.
     pub in_gpu: Vec<bool>,
     /// Tiles in GPU memory.
@@ -191,7 +193,8 @@ impl Plan {
             checkpointing: Checkpointing::default(),
             attention: AttentionKernel::Torch,
             fp8_note: None,
-            inputs_away: false,
+            inputs_in: InputsIn::Place,
+            input_bytes: input_bytes(settings),
             mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),
             bus: BusBytes::default(),
@@ -255,6 +258,7 @@ impl Plan {
         };
         self.host_resident_bytes()
             + self.memory.staging_bytes()
+            + self.memory.scratch_slot_bytes()
             + self.host_grad_bytes()
             + compute
             + self.compute.away_bytes
@@ -294,6 +298,11 @@ impl Plan {
             Backing::Memory => 0,
             Backing::Store(store) => self.memory.device_bytes(store.durability),
         }
+    }
+
+    /// Space on devices for block inputs of all processes together.
+    pub fn device_input_bytes(&self) -> u64 {
+        self.swapper.scratch.bytes() * u64::from(self.ranks)
     }
 
     /// Size of each of `count` equal device files of a private store.
@@ -338,6 +347,13 @@ impl Plan {
     pub fn choices(&self) -> &[Choice] {
         &self.choices
     }
+}
+
+/// Bytes of the input of a block for one micro-batch.
+fn input_bytes(settings: &RunSettings) -> u64 {
+    let batch = &settings.batch;
+    let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+    (elems * settings.dtype.elem_bytes()) as u64
 }
 
 #[cfg(test)]

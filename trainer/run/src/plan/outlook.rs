@@ -31,7 +31,8 @@ pub struct Outlook {
 impl Outlook {
     pub(super) fn new(plan: &Plan) -> Self {
         let steps = plan.steps as f64;
-        let written_bytes_per_s = plan.node_bytes.written_bytes / plan.bound.s;
+        let written_bytes = plan.node_bytes.all_written_bytes();
+        let written_bytes_per_s = written_bytes / plan.bound.s;
         let drives_count = plan.hardware.drives_count;
         let rating = plan.hardware.drive_rating_bytes;
         let rating_s = rating
@@ -42,7 +43,7 @@ impl Outlook {
             tokens: plan.steps.saturating_mul(plan.tokens),
             epochs: plan.epochs,
             run_s: steps * plan.bound.s,
-            run_written_bytes: steps * plan.node_bytes.written_bytes,
+            run_written_bytes: steps * written_bytes,
             written_bytes_per_day: written_bytes_per_s * DAY_S,
             drives_count,
             rating_s,

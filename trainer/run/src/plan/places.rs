@@ -9,7 +9,8 @@ use super::figures::{Digits, Seconds};
 use super::outlook::Span;
 use super::{Hardware, Outlook, Plan, PlanError};
 use crate::config::{
-    Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage, Tier,
+    ActivationsChoice, Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage,
+    Tier,
 };
 
 /// Where a run's parameters and optimizer state are kept.
@@ -92,6 +93,9 @@ impl Place {
             ..there.placement
         };
         there.offload.staging_bytes = None;
+        if there.offload.activations == ActivationsChoice::Nvme && !there.placement.has_store() {
+            there.offload.activations = ActivationsChoice::Auto;
+        }
         if self == Self::Gpu {
             there.offload.optimizer_device = OptimizerDevice::Auto;
         }
@@ -138,8 +142,8 @@ impl PlaceReport {
             host_bytes: plan.host_bytes() * u64::from(plan.local_ranks),
             node_copy_bytes: plan.node_copy_bytes(),
             device_bytes: plan.device_bytes(),
-            step_read_bytes: plan.node_bytes.read_bytes(),
-            step_written_bytes: plan.node_bytes.written_bytes,
+            step_read_bytes: plan.node_bytes.all_read_bytes(),
+            step_written_bytes: plan.node_bytes.all_written_bytes(),
             network_bytes: plan.network_bytes,
             network_s: plan.rates.network_s,
             step_s: plan.bound.s,

@@ -6,10 +6,12 @@ use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
 
-use super::Plan;
 use super::choices::why_no_cudnn;
+use super::{InputsIn, Plan};
 use crate::computation::{Checkpointing, Matmuls, fp8_refusal};
-use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
+use crate::config::{
+    ActivationsChoice, AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings,
+};
 use training_state::run::{CheckpointError, DirError, RunId, resolved};
 
 /// Error that keeps a run from starting.
@@ -166,7 +168,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
     } else if plan.checkpointing != Checkpointing::default() {
         "set train.activation_checkpointing = \"auto\""
-    } else if !plan.inputs_away {
+    } else if plan.inputs_in == InputsIn::Place {
         "set offload.activations = \"auto\""
     } else {
         "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps"
@@ -182,11 +184,20 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     ))
 }
 
+/// What takes less host memory.
+const LESS_HOST_MEMORY: &str = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or train_micro_batch_size_per_gpu";
+
 fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let needed = plan
         .host_bytes()
         .saturating_mul(u64::from(plan.local_ranks));
-    let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or train_micro_batch_size_per_gpu";
+    let may_leave = settings.placement.has_store()
+        && plan.inputs_in != InputsIn::Drives
+        && settings.offload.activations != ActivationsChoice::Auto;
+    let change = match may_leave {
+        true => "set offload.activations = \"auto\" or \"nvme\"",
+        false => LESS_HOST_MEMORY,
+    };
     let too_much = |limit: u64, of: &str| {
         (limit < needed).then(|| {
             Problem::new(
@@ -218,7 +229,13 @@ fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         .unwrap_or((&text, "set another directory"));
     Some(Problem::new(
         ProblemKind::DeviceSpace,
-        what.to_owned(),
+        match plan.inputs_in {
+            InputsIn::Drives => format!(
+                "{what} (block inputs take {} on drives: offload.activations)",
+                ApproxBytes(plan.device_input_bytes())
+            ),
+            InputsIn::Place | InputsIn::Host => what.to_owned(),
+        },
         change,
     ))
 }

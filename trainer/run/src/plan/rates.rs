@@ -2,7 +2,7 @@
 
 use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
-use super::memory::GpuUse;
+use super::memory::{GpuUse, InputsIn};
 use super::operations::{self, Computing, Times};
 use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums};
 use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
@@ -37,10 +37,30 @@ impl Plan {
             // The first rank owns the most.
             Some(local) => self.step_bytes.times(local.len() as f64),
         };
+        // Every process has its own inputs, also where tiles are not divided.
+        let input_bytes = self.moved_input_bytes() as f64;
+        self.step_bytes.scratch_written_bytes = input_bytes;
+        self.step_bytes.scratch_read_bytes = input_bytes;
+        self.node_bytes.scratch_written_bytes = input_bytes * f64::from(self.local_ranks);
+        self.node_bytes.scratch_read_bytes = input_bytes * f64::from(self.local_ranks);
         self.gpu_tiles = self.gpu_tile_sums();
         self.set_compute(settings);
         self.set_rates(settings);
         Ok(())
+    }
+
+    /// Bytes of block inputs that a step of one process writes to devices and reads back: all micro-batches' in whole tiles.
+    fn moved_input_bytes(&self) -> u64 {
+        let area = self.swapper.scratch;
+        match self.inputs_in {
+            InputsIn::Place | InputsIn::Host => 0,
+            InputsIn::Drives => {
+                let blocks = self.units.len() as u64 - 2;
+                let tiles = area.tiles_of(self.input_bytes);
+                let inputs = blocks * self.micro_batches as u64;
+                inputs * u64::from(tiles) * u64::from(area.tile_bytes)
+            }
+        }
     }
 
     /// Bytes of a step of a process with these `tiles`.
@@ -97,14 +117,14 @@ impl Plan {
             lives: self.lives_in_gpu(),
             checkpointing: self.checkpointing,
             attention: self.attention,
-            inputs_away: self.inputs_away,
             optimizer_device: self.optimizer_device,
             format: self.format,
             tile_elems: self.swapper.tile_elems,
             groups: u64::from(self.ranks > 1)
                 + u64::from(self.copy_bytes > 0 && self.local_ranks > 1),
         });
-        self.compute = ComputeMemory::new(settings, &self.units, self.micro_batch_group, gpu);
+        let group = (self.micro_batch_group, self.inputs_in);
+        self.compute = ComputeMemory::new(settings, &self.units, group, gpu);
     }
 
     pub(super) fn set_rates(&mut self, settings: &RunSettings) {
@@ -117,8 +137,9 @@ impl Plan {
         let cpu_s = params * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         // Block inputs of all groups, and the node's copy as often as it is used.
-        let away_bytes =
-            self.compute.away_bytes * self.micro_batches as u64 / self.micro_batch_group as u64;
+        let away_bytes = (self.compute.away_bytes + self.compute.on_drives_bytes)
+            * self.micro_batches as u64
+            / self.micro_batch_group as u64;
         let further = self.further_gathers();
         let again_bytes = |bytes: u64| (bytes as f64 * further) as u64;
         if self.lives_in_gpu() {
@@ -152,7 +173,8 @@ impl Plan {
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
-            staging_bytes: self.memory.staging_bytes() as f64 * ranks,
+            staging_bytes: (self.memory.staging_bytes() as f64 * ranks)
+                + (self.memory.scratch_slot_bytes() * u64::from(self.local_ranks)) as f64,
             forward_s: beside_updates_s,
             backward_s: after_s,
             update_s,

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 use super::problems::ProblemKind;
 use super::{
-    BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, Outlook, Plan,
-    PlanError, Problem, attention_kernel_name,
+    BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, InputsIn, Outlook,
+    Plan, PlanError, Problem, attention_kernel_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -34,8 +34,10 @@ pub struct Report {
     pub host: HostReport,
     /// GPU memory in bytes; `None` without a GPU.
     pub gpu: Option<GpuReport>,
-    /// Space on devices for both generations of tiles.
+    /// Space on devices for both generations of tiles and for block inputs.
     pub device_bytes: u64,
+    /// Part of the space on devices that is for block inputs.
+    pub device_input_bytes: u64,
     pub step: StepReport,
     pub bound: BoundReport,
     /// Duration and wear of the whole run, at the bound.
@@ -87,6 +89,8 @@ pub struct HostReport {
     pub grad_bytes: u64,
     /// Block inputs that are kept in host memory for a GPU.
     pub input_bytes: u64,
+    /// Memory that block inputs on devices pass through.
+    pub input_slot_bytes: u64,
     /// Copy of all parameters that the ranks of one of several nodes keep together; 0 if they keep none.
     pub node_copy_bytes: u64,
     /// Memory for computing; all zero if a GPU computes.
@@ -112,6 +116,8 @@ pub struct StepReport {
     pub written_bytes: u64,
     /// Part of the written bytes that is gradients not kept in host memory; they are read once too.
     pub grad_written_bytes: u64,
+    /// Part of the written bytes that is block inputs on devices, in whole tiles; they are read once too.
+    pub input_written_bytes: u64,
     /// Bytes that cross the bus of one process.
     pub bus_process: BusBytes,
     /// Bytes that a node sends to other nodes, and that it receives.
@@ -201,6 +207,7 @@ impl Plan {
                 staging_bytes: memory.staging_bytes(),
                 grad_bytes: self.host_grad_bytes(),
                 input_bytes: self.compute.away_bytes,
+                input_slot_bytes: memory.scratch_slot_bytes(),
                 node_copy_bytes: self.node_copy_bytes(),
                 compute: if on_gpu {
                     ComputeMemory::default()
@@ -214,13 +221,15 @@ impl Plan {
                 compute: self.compute,
             }),
             device_bytes: self.device_bytes(),
+            device_input_bytes: self.device_input_bytes(),
             step: StepReport {
                 forward_read_bytes: bytes.forward_read_bytes as u64,
                 backward_read_bytes: bytes.backward_read_bytes as u64,
                 update_read_bytes: bytes.update_read_bytes as u64,
-                read_bytes: bytes.read_bytes() as u64,
-                written_bytes: bytes.written_bytes as u64,
+                read_bytes: bytes.all_read_bytes() as u64,
+                written_bytes: bytes.all_written_bytes() as u64,
                 grad_written_bytes: bytes.grad_written_bytes as u64,
+                input_written_bytes: bytes.scratch_written_bytes as u64,
                 bus_process: self.bus,
                 network_bytes: self.network_bytes,
             },
@@ -246,9 +255,10 @@ impl Plan {
                 optimizer_device: self.optimizer_device.name(),
                 activation_checkpointing: self.checkpointing_words(),
                 attention: attention_kernel_name(self.attention),
-                activations: match self.inputs_away || !on_gpu {
-                    true => "cpu",
-                    false => "gpu",
+                activations: match self.inputs_in {
+                    InputsIn::Drives => "nvme",
+                    InputsIn::Place if on_gpu => "gpu",
+                    InputsIn::Place | InputsIn::Host => "cpu",
                 },
                 mlp_chunks: self.mlp_chunks,
                 micro_batch_group: self.micro_batch_group,

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::choices::why_no_cudnn;
 use super::figures::{Digits, Of, Seconds};
-use super::{Hardware, Plan};
+use super::{Hardware, InputsIn, Plan};
 use crate::computation::AttentionKernel;
 use crate::config::{DeviceChoice, RunSettings, Tier};
 use offload_support::units::ApproxBytes;
@@ -15,6 +15,9 @@ impl fmt::Display for Plan {
         self.host_line(f)?;
         self.gpu_line(f)?;
         self.device_lines(f)?;
+        if let Some(line) = self.inputs_line() {
+            write!(f, "\n{line}")?;
+        }
         if self.nodes() > 1 {
             write!(
                 f,
@@ -94,6 +97,7 @@ impl Plan {
             memory += &format!(", in each of {} processes", self.local_ranks);
         }
         let mut lines = vec![state, memory];
+        lines.extend(self.inputs_line());
         lines.extend((self.nodes() > 1).then(|| self.network_line()));
         lines.extend(self.attention_line(settings));
         lines.extend(self.fp8_note.clone());
@@ -136,6 +140,21 @@ impl Plan {
             );
         }
         Some(line)
+    }
+
+    /// What block inputs on drives take.
+    fn inputs_line(&self) -> Option<String> {
+        if self.inputs_in != InputsIn::Drives {
+            return None;
+        }
+        let (bytes, hardware) = (self.node_bytes.scratch_written_bytes, &self.hardware);
+        Some(format!(
+            "inputs    of blocks on drives, {}; a step writes {} in at least {} and reads as much in {}",
+            ApproxBytes(self.device_input_bytes()),
+            ApproxBytes(bytes as u64),
+            Seconds(bytes / hardware.write_bytes_per_s.value),
+            Seconds(bytes / hardware.read_bytes_per_s.value),
+        ))
     }
 
     /// Where the nodes have the parameters, and what they send.
@@ -184,6 +203,10 @@ impl Plan {
             self.compute_parts(f)?;
         } else if self.compute.away_bytes > 0 {
             write!(f, ", block inputs {}", ApproxBytes(self.compute.away_bytes))?;
+        }
+        if self.inputs_in == InputsIn::Drives {
+            let bytes = ApproxBytes(self.memory.scratch_slot_bytes());
+            write!(f, ", block inputs in transit {bytes}")?;
         }
         if self.copy_bytes > 0 {
             let bytes = ApproxBytes(self.copy_bytes);
@@ -241,15 +264,23 @@ impl Plan {
             return write!(f, "\ndevices   none");
         }
         let bytes = self.node_bytes;
+        let (mut area, mut read, mut written) = (String::new(), String::new(), String::new());
+        if self.inputs_in == InputsIn::Drives {
+            let input_bytes = ApproxBytes(self.device_input_bytes());
+            area = format!(", {input_bytes} of it for block inputs");
+            let moved = ApproxBytes(bytes.scratch_written_bytes as u64);
+            read = format!(", block inputs {moved}");
+            written = format!(" (block inputs {moved})");
+        }
         write!(
             f,
-            "\ndevices   {} for both generations of tiles\na step    reads {} (forward {}, backward {}, update {}), writes {}",
+            "\ndevices   {} for both generations of tiles{area}\na step    reads {} (forward {}, backward {}, update {}{read}), writes {}{written}",
             ApproxBytes(self.device_bytes()),
-            ApproxBytes(bytes.read_bytes() as u64),
+            ApproxBytes(bytes.all_read_bytes() as u64),
             ApproxBytes(bytes.forward_read_bytes as u64),
             ApproxBytes(bytes.backward_read_bytes as u64),
             ApproxBytes(bytes.update_read_bytes as u64),
-            ApproxBytes(bytes.written_bytes as u64)
+            ApproxBytes(bytes.all_written_bytes() as u64)
         )
     }
 

@@ -443,8 +443,8 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"gpu\"")]
         pub optimizer_device: Option<String>,
-        /// Where block inputs are kept until backward when a GPU computes: "auto" (GPU memory as long as they
-        /// fit), "gpu" or "cpu".
+        /// Where block inputs are kept until backward: "auto" (GPU memory as long as they fit, then host memory, then the drives of
+        /// the run's state, if it has any), "gpu", "cpu" or "nvme" (those drives, with any device). The choice does not change results.
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub activations: Option<String>,

@@ -7,7 +7,7 @@ mod gpu;
 use kernels::adamw::Hyper;
 use kernels::gpu::GpuError;
 use swapper::{
-    Canceller, Spans, StepIo, StepProgram, Swapper, SwapperError, TileVisitor, UninitTile,
+    Canceller, Scratch, Spans, StepIo, StepProgram, Swapper, SwapperError, TileVisitor, UninitTile,
 };
 
 pub use gpu::{GPU_STAGING_BYTES, GpuBackend};
@@ -188,6 +188,14 @@ impl<S, G> TileBackend<S, G> {
             Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => {
                 Some(swapper.canceller())
             }
+            Self::Gpu(..) => None,
+        }
+    }
+
+    /// Returns the caller's own tiles on devices; `None` without an area in the swapper's settings.
+    pub fn scratch(&self) -> Option<Scratch> {
+        match self {
+            Self::Swapper(swapper, _) | Self::Both(Both { swapper, .. }, ..) => swapper.scratch(),
             Self::Gpu(..) => None,
         }
     }

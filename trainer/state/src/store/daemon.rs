@@ -28,7 +28,7 @@ pub fn device_file_bytes(memory: &MemoryPlan, durability: Durability, count: u64
 }
 
 /// The device files of a run's private store.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreFiles {
     files: Vec<PathBuf>,
     file_bytes: u64,

@@ -2,14 +2,15 @@
 
 use std::cell::RefCell;
 
-use kernels::gpu::{DeviceBuffer, HostStash, Stream};
-use kernels_torch::{HostBuffer, device_view, is_shared};
+use kernels::gpu::DeviceBuffer;
+use kernels_torch::{HostBuffer, device_view, is_shared, with_tensor_over};
 use tch::{Kind, Tensor};
 
 use super::documents::Batch;
 use super::explicit::KeptActivations;
 use super::{ComputeDevice, ComputeError};
 use training_run::model::{Dtype, ParamLayout, UnitLayout, adjacent};
+use training_state::tile_stash::StashBuffer;
 
 /// Returns torch's kind for `dtype`.
 pub(super) fn kind_of(dtype: Dtype) -> Kind {
@@ -254,20 +255,14 @@ impl Activation {
         }
     }
 
-    /// Copies the activation to piece number `piece` of `host_stash` and releases its memory here, except for
-    /// what a block kept. `compute` is the stream that produced it.
+    /// Copies the activation to `to` and releases its memory here, except for what a block kept. On a GPU the copy is enqueued on the
+    /// default stream.
     ///
     /// # Errors
-    /// The GPU or torch failed.
-    pub fn put(
-        self,
-        host_stash: &mut HostStash,
-        piece: usize,
-        compute: &Stream,
-    ) -> Result<AwayActivation, ComputeError> {
+    /// Torch failed.
+    pub fn leave(self, to: StashBuffer<'_>) -> Result<AwayActivation, ComputeError> {
         let (kind, shape) = (self.tensor.kind(), self.tensor.size());
-        device_view(host_stash.room(compute)?, kind, 0, &shape)?.f_copy_(&self.tensor)?;
-        host_stash.put(piece, compute)?;
+        in_buffer(to, kind, &shape, |there| Ok(there.f_copy_(&self.tensor)?))?;
         Ok(AwayActivation {
             kind,
             shape,
@@ -282,7 +277,7 @@ impl Activation {
     }
 }
 
-/// Activation whose content is in a host stash.
+/// Activation whose content is elsewhere.
 pub struct AwayActivation {
     kind: Kind,
     shape: Vec<i64>,
@@ -291,31 +286,34 @@ pub struct AwayActivation {
 }
 
 impl AwayActivation {
-    /// Copies the activation back from `host_stash`, for work enqueued on `compute` from now on.
+    /// Copies the activation back from `from`, for work enqueued on the default stream from now on.
     ///
     /// # Errors
-    /// The GPU or torch failed; out of memory.
-    pub fn bring_back(
-        self,
-        host_stash: &mut HostStash,
-        piece: usize,
-        compute: &Stream,
-    ) -> Result<Activation, ComputeError> {
-        let there = device_view(
-            host_stash.buffer_of(piece, compute)?,
-            self.kind,
-            0,
-            &self.shape,
-        )?;
-        let mut tensor = there.f_empty_like()?;
-        tensor.f_copy_(&there)?;
-        drop(there);
-        host_stash.taken(piece, compute)?;
+    /// Torch failed; out of memory.
+    pub fn bring_back(self, from: StashBuffer<'_>) -> Result<Activation, ComputeError> {
+        let tensor = in_buffer(from, self.kind, &self.shape, |there| {
+            let mut tensor = there.f_empty_like()?;
+            tensor.f_copy_(there)?;
+            Ok(tensor)
+        })?;
         Ok(Activation {
             tensor,
             batch: self.batch,
             kept: self.kept,
         })
+    }
+}
+
+/// Calls `f` with a tensor at the start of `buffer`.
+fn in_buffer<T>(
+    buffer: StashBuffer<'_>,
+    kind: Kind,
+    shape: &[i64],
+    f: impl FnOnce(&mut Tensor) -> Result<T, ComputeError>,
+) -> Result<T, ComputeError> {
+    match buffer {
+        StashBuffer::Host(bytes) => with_tensor_over(bytes, kind, shape, f),
+        StashBuffer::Gpu(buffer) => f(&mut device_view(buffer, kind, 0, shape)?),
     }
 }
 

@@ -17,6 +17,7 @@ use training_state::checkpointer::CheckpointsFailed;
 use training_state::metrics::MetricsError;
 use training_state::monitor::MonitorError;
 use training_state::ranks::RankError;
+use training_state::scratch_copies::CopyError;
 use training_state::trace::TraceError;
 
 /// Error that stops a run from starting or ends it early.
@@ -39,6 +40,10 @@ pub enum TrainError {
     },
     #[error(transparent)]
     Compute(#[from] ComputeError),
+    #[error(
+        "inputs of blocks on drives (offload.activations = \"nvme\"), which are no part of the run's state: {0}"
+    )]
+    Inputs(CopyError),
     #[error(
         "{error}. The GPU has too little memory for this run. Less is needed with a smaller train_micro_batch_size_per_gpu (and more \
          gradient_accumulation_steps), train.activation_checkpointing = \"full\", offload.activations = \"cpu\" or \
@@ -95,6 +100,20 @@ from_run_errors!(
     RankError,
     SwapperError
 );
+
+impl From<CopyError> for TrainError {
+    fn from(error: CopyError) -> Self {
+        match error {
+            // It concerns the whole run.
+            CopyError::Swapper(error)
+                if !matches!(error.cause(), SwapperError::ScratchTile { .. }) =>
+            {
+                SwapperError::Shared(error).into()
+            }
+            error => Self::Inputs(error),
+        }
+    }
+}
 
 impl TrainError {
     /// Returns whether this error may be a consequence of another rank's death.

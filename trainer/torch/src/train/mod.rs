@@ -215,7 +215,7 @@ fn run_to_its_end(
     )?;
     let node = keeps_copy.then(|| NodeRanks::connect(comm, prepared.gpu.as_ref()));
     let node = node.transpose()?;
-    let (stepper, memory) = ranks.on_all_ranks("taking memory to compute in", || {
+    let (mut stepper, memory) = ranks.on_all_ranks("taking memory to compute in", || {
         take_memory(&settings, &prepared, comm, gpus, node)
     })?;
 
@@ -233,6 +233,7 @@ fn run_to_its_end(
         remember_drives(&settings);
     }
     let run = run.with_backend(|backend| memory.attach(backend));
+    stepper.attach_scratch(run.backend.scratch())?;
     let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
     let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(comm.clone(), canceller));
     let shared = (comm.clone(), ranks.clone());
@@ -410,17 +411,9 @@ fn take_memory(
         Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage).with_copies(node);
     let batch = settings.batch;
     let group_size = prepared.plan.micro_batch_group;
-    let inputs = match &gpu {
-        Some(gpu) if prepared.plan.inputs_away => {
-            let input_elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
-            let input_bytes = input_elems * settings.dtype.elem_bytes();
-            InputPlace::away(gpu, &settings.model, group_size, input_bytes)?
-        }
-        _ => InputPlace::here(group_size),
-    };
-    let batches = (batch, group_size);
-    let (stepper, memory) = Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards)?;
-    Ok((stepper.with_inputs_in(inputs), memory))
+    let inputs = InputPlace::from_plan(&prepared.plan, gpu.as_ref())?;
+    let batches = (batch, group_size, inputs);
+    Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards)
 }
 
 /// Opens the run's tokens: the first rank of each node tokenizes if the cache lacks them, then all read them.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use kernels::adamw::{Hyper, Master, Rounding};
 use kernels::gpu::Gpu;
+use swapper::Scratch;
 use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
@@ -161,7 +162,7 @@ impl Stepper {
     pub(super) fn new(
         engine: Engine,
         gpu: Option<Gpu>,
-        (batch, group_size): (Batch, usize),
+        (batch, group_size, inputs): (Batch, usize, InputPlace),
         master: Master,
         tiles_in: TilesIn,
         stage: Stage,
@@ -179,7 +180,7 @@ impl Stepper {
             gpu,
             groups,
             sums: sums.transpose()?,
-            inputs: InputPlace::here(group_size),
+            inputs,
             training: Arc::new(step_order::Pass::training(
                 units,
                 ahead,
@@ -201,9 +202,12 @@ impl Stepper {
         self.gpu.as_ref()
     }
 
-    /// Keeps block inputs in `inputs` between forward and backward.
-    pub(super) fn with_inputs_in(self, inputs: InputPlace) -> Self {
-        Self { inputs, ..self }
+    /// Gives the storage of block inputs the run's `scratch` tiles, if it keeps them on devices.
+    ///
+    /// # Errors
+    /// The GPU fails; the system has no thread left.
+    pub(super) fn attach_scratch(&mut self, scratch: Option<Scratch>) -> Result<(), TrainError> {
+        self.inputs.attach(scratch, self.gpu.as_ref())
     }
 
     /// Runs forward and backward over this rank's samples of the step that begins with `first_sample`. Every
@@ -448,17 +452,15 @@ impl Stepper {
                 let used = block_inputs.pop().expect("one for each block");
                 let mut block_grads = grads.take_or(block, || mover::sink(tiles, engine, block))?;
                 let weights = mover::weights(tiles, block);
-                *flow = pass.backward.time(|| {
-                    let pairs = used.into_iter().zip(&*flow);
-                    let flow = pairs
-                        .map(|(input, grad)| {
-                            let input = inputs.fetch(input)?;
-                            engine.block_backward(block, weights, &input, grad, &mut block_grads)
-                        })
-                        .collect::<Result<_, _>>()?;
-                    grads.put(block, block_grads, kept)?;
-                    Ok::<_, ComputeError>(flow)
-                })?;
+                let mut input_grads = Vec::with_capacity(used.len());
+                for (input, grad) in used.into_iter().zip(&*flow) {
+                    // Waiting for it is not computing.
+                    let (input, sink) = (inputs.fetch(input)?, &mut block_grads);
+                    let backward = || engine.block_backward(block, weights, &input, grad, sink);
+                    input_grads.push(pass.backward.time(backward)?);
+                }
+                *flow = input_grads;
+                pass.backward.time(|| grads.put(block, block_grads, kept))?;
                 reach(Point::Backward);
             }
             Turn::NextGroup => {

@@ -9,17 +9,21 @@
 //! The steps run on the processor, computed as a GPU computes, with one rank and with two, and on a GPU if
 //! there is one. `runs::parity` tests two ranks on GPUs.
 
+use std::cell::OnceCell;
 use std::ops::Range;
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Gpu;
 use kernels_torch::collective::Comm;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
-use swapper::{Swapper, UninitTile};
+use swapper::private::{PrivateDaemon, PrivateSettings};
+use swapper::{Backing, Daemon, Swapper, UninitTile};
 use tempfile::TempDir;
 use training_ranks::{Rendezvous, Timeouts, World};
 
@@ -31,7 +35,7 @@ use training_run::computation::{ActivationCheckpointing, Checkpointing};
 use training_run::config::{Interval, RunSettings, Stage, check};
 use training_run::data::{Corpus, Data, Frame};
 use training_run::model::init::splitmix64;
-use training_run::plan::{Hardware, Overrides, Plan};
+use training_run::plan::{Hardware, InputsIn, Overrides, Plan};
 use training_run::weights::Weights;
 use training_run::without_torch;
 use training_state::backend::{Both, GpuBackend, TileBackend};
@@ -124,11 +128,54 @@ enum Place {
     Both,
     /// Like `Host`, with block inputs in host memory between forward and backward.
     InputsAway,
+    /// State on a drive, and block inputs there between forward and backward; on the processor blocks take turns in shared buffers.
+    OnDrives,
 }
 
 /// Text file and its tokens.
 struct Harness {
+    drives: OnceCell<Drives>,
     dir: TempDir,
+}
+
+/// A daemon with a store for one run at a time.
+struct Drives {
+    daemon: PrivateDaemon,
+    dir: TempDir,
+}
+
+/// Bytes of the store's blocks.
+const BLOCK: usize = 4096;
+
+/// Name of that run's job.
+const JOB: &str = "steps";
+
+impl Drives {
+    fn start() -> Self {
+        // Direct I/O needs a real drive.
+        let programs = std::env::current_exe().unwrap();
+        let dir = tempfile::tempdir_in(programs.parent().unwrap()).unwrap();
+        let daemon = PrivateDaemon::start(PrivateSettings {
+            program: None,
+            dir: dir.path().to_owned(),
+            devices: vec![(dir.path().join("tiles"), 64 << 20)],
+            arena_bytes_max: 64 << 20,
+            engine: "auto".into(),
+            iodepth_max: 256,
+        });
+        let daemon = daemon.unwrap();
+        Self { daemon, dir }
+    }
+
+    /// The device file.
+    fn file(&self) -> PathBuf {
+        self.dir.path().join("tiles")
+    }
+
+    fn drop_job(&self) {
+        let daemon = Daemon::connect(self.daemon.socket()).unwrap();
+        daemon.drop_job(JOB).unwrap();
+    }
 }
 
 impl Harness {
@@ -139,11 +186,12 @@ impl Harness {
         let dir = tempfile::tempdir().unwrap();
         let words = (0..4000u64).map(|i| (b'a' + (splitmix64(i) % 26) as u8) as char);
         std::fs::write(dir.path().join("text"), words.collect::<String>()).unwrap();
-        Self { dir }
+        let drives = OnceCell::new();
+        Self { drives, dir }
     }
 
     fn settings(&self, model: &Value, way: &Way, ranks: u32) -> RunSettings {
-        let tree = json!({
+        let mut tree = json!({
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": way.micro_batches,
             "bf16": {"enabled": way.bf16},
@@ -156,6 +204,14 @@ impl Harness {
             },
             "offload": {"tile_elems": 4096}
         });
+        if way.place == Place::OnDrives {
+            let drives = self.drives.get_or_init(Drives::start);
+            for device in ["offload_param", "offload_optimizer"] {
+                tree["zero_optimization"][device]["device"] = json!("nvme");
+            }
+            tree["offload"]["socket"] = json!(drives.daemon.socket());
+            tree["offload"]["activations"] = json!("nvme");
+        }
         check(tree, "a test", Some(ranks)).unwrap()
     }
 
@@ -242,19 +298,26 @@ fn open_tiles(
     }
 }
 
-/// Runs all steps of `settings` from weights given by `first_weights`.
-fn steps(
+/// Opens the run of `settings` with weights given by `first_weights`.
+fn opened(
     settings: &RunSettings,
-    data: &Data,
     way: &Way,
     gpu: Option<&Gpu>,
     comm: Arc<Comm>,
     first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
-) -> StepResults {
+) -> (Stepper, mover::Tiles) {
     let world = *comm.world();
     let hardware = Hardware::new(settings, &Overrides::default(), without_torch);
-    let mut plan = Plan::new(settings, hardware).unwrap();
+    let mut settings_of_group = settings.clone();
+    settings_of_group.train.micro_batch_group = Some(way.group);
+    let mut plan = Plan::new(&settings_of_group, hardware).unwrap();
     plan.swapper.rank = world.rank;
+    if let Backing::Store(store) = &mut plan.swapper.backing {
+        store.job = JOB.into();
+    }
+    if way.place == Place::InputsAway {
+        plan.inputs_in = InputsIn::Host;
+    }
     let on = gpu.map_or(ComputeDevice::Cpu, |gpu| ComputeDevice::Gpu(gpu.clone()));
     let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len).unwrap();
     let engine = if gpu.is_some() {
@@ -276,7 +339,7 @@ fn steps(
         Place::Gpu => true,
         // More blocks come than there are buffers, and one between them stays.
         Place::Both => unit.is_multiple_of(3),
-        Place::Own | Place::Shared | Place::Host | Place::InputsAway => false,
+        Place::Own | Place::Shared | Place::Host | Place::InputsAway | Place::OnDrives => false,
     };
     plan.in_gpu = (0..plan.units.len()).map(stays).collect();
     let tiles_in = TilesIn::from_plan(&plan);
@@ -295,19 +358,26 @@ fn steps(
     backend.initialize(fill, Vec::new()).unwrap();
     let batch = settings.batch;
     let gpu = gpu.cloned();
-    let inputs = match &gpu {
-        Some(gpu) if way.place == Place::InputsAway => {
-            let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
-            let bytes = elems * settings.dtype.elem_bytes();
-            InputPlace::away(gpu, &settings.model, way.group, bytes).unwrap()
-        }
-        _ => InputPlace::here(way.group),
-    };
-    let (batches, master) = ((batch, way.group), plan.format.master);
-    let (stepper, memory) =
+    let inputs = InputPlace::from_plan(&plan, gpu.as_ref()).unwrap();
+    let (batches, master) = ((batch, way.group, inputs), plan.format.master);
+    let (mut stepper, memory) =
         Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards).unwrap();
-    let mut stepper = stepper.with_inputs_in(inputs);
-    let mut backend = memory.attach(backend);
+    let backend = memory.attach(backend);
+    stepper.attach_scratch(backend.scratch()).unwrap();
+    (stepper, backend)
+}
+
+/// Runs all steps of `settings` from weights given by `first_weights`.
+fn steps(
+    settings: &RunSettings,
+    data: &Data,
+    way: &Way,
+    gpu: Option<&Gpu>,
+    comm: Arc<Comm>,
+    first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
+) -> StepResults {
+    let rank = comm.world().rank;
+    let (mut stepper, mut backend) = opened(settings, way, gpu, comm, first_weights);
     let mut steps = Vec::new();
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
@@ -318,7 +388,7 @@ fn steps(
         let found = found.unwrap();
         assert_told(&parts, settings, way);
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
-        assert_read_ahead(&stepper, settings, world.rank, step);
+        assert_read_ahead(&stepper, settings, rank, step);
         let update = Some(hyper(settings, step, found.norm, 1.0));
         mover::finish_step(&mut backend, update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);
@@ -339,11 +409,23 @@ fn steps(
             fingerprint.add(state);
         })
         .unwrap();
+    drop(stepper);
     backend.close().unwrap();
     StepResults {
         steps,
         evaluated,
         fingerprint: fingerprint.finish(),
+    }
+}
+
+/// Fills `out` with random weights of a unit.
+fn random(plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]) {
+    for param in &plan.units[unit].params {
+        let range = param.range_elems();
+        let is_norm = param.name.ends_with("weight");
+        for elem in range.start.max(elems.start)..range.end.min(elems.end) {
+            out[elem - elems.start] = weight(unit, elem, param.decay, is_norm);
+        }
     }
 }
 
@@ -357,16 +439,11 @@ fn bits(
 ) -> Vec<u64> {
     let settings = harness.settings(model, way, comm.world().ranks);
     let data = harness.data(&settings);
-    let random = |plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
-        for param in &plan.units[unit].params {
-            let range = param.range_elems();
-            let is_norm = param.name.ends_with("weight");
-            for elem in range.start.max(elems.start)..range.end.min(elems.end) {
-                out[elem - elems.start] = weight(unit, elem, param.decay, is_norm);
-            }
-        }
-    };
-    steps(&settings, &data, way, gpu, comm, random).bits()
+    let found = steps(&settings, &data, way, gpu, comm, random).bits();
+    if let (Place::OnDrives, Some(drives)) = (way.place, harness.drives.get()) {
+        drives.drop_job();
+    }
+    found
 }
 
 fn alone(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
@@ -397,7 +474,7 @@ fn activation_checkpointing_and_shared_buffers_change_no_bit_of_a_step() {
     each_way(|name, model, way| {
         let expected = alone(&harness, model, &way, None);
         for &keep in keeps(way.tiles) {
-            for place in [Place::Own, Place::Shared] {
+            for place in [Place::Own, Place::Shared, Place::OnDrives] {
                 let way = Way { keep, place, ..way };
                 println!("{name}, {way:?}");
                 assert_eq!(
@@ -437,7 +514,7 @@ fn groups_of_micro_batches_change_no_bit_of_a_step() {
         let expected = alone(&harness, model, &way, None);
         for group in 1..GROUPED {
             for (number, &keep) in keeps(way.tiles).iter().enumerate() {
-                let place = [Place::Own, Place::Shared][(number + group) % 2];
+                let place = [Place::OnDrives, Place::Own, Place::Shared][(number + group) % 3];
                 let way = Way {
                     keep,
                     place,
@@ -449,6 +526,61 @@ fn groups_of_micro_batches_change_no_bit_of_a_step() {
             }
         }
     });
+}
+
+#[test]
+fn a_damaged_input_on_a_drive_is_an_error_that_names_its_tile() {
+    let harness = Harness::new();
+    let (_, model) = &models()[2];
+    let way = Way {
+        bf16: false,
+        keep: Checkpointing::default(),
+        tiles: 1,
+        micro_batches: 1,
+        group: 1,
+        place: Place::OnDrives,
+    };
+    let settings = harness.settings(model, &way, 1);
+    let data = harness.data(&settings);
+    let alone = Arc::new(Comm::alone());
+    let (mut stepper, mut tiles) = opened(&settings, &way, None, alone, random);
+    let file = harness.drives.get().expect("it was started").file();
+    let before = std::fs::read(&file).unwrap();
+    let mut begins = |part: &str| {
+        if !part.starts_with("loss") {
+            return;
+        }
+        // Each block's input takes one tile, and forward writes nothing else.
+        let inputs = LAYERS as usize;
+        let began = Instant::now();
+        let written = loop {
+            let now = std::fs::read(&file).unwrap();
+            let blocks = before.chunks(BLOCK).zip(now.chunks(BLOCK)).enumerate();
+            let written = blocks.filter(|(_, (before, now))| before != now);
+            let written: Vec<_> = written
+                .map(|(number, (_, now))| (number, now[77]))
+                .collect();
+            if written.len() == inputs {
+                break written;
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "{written:?}");
+        };
+        let file = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+        for (number, byte) in written {
+            file.write_all_at(&[byte ^ 1], (number * BLOCK + 77) as u64)
+                .unwrap();
+        }
+    };
+    let off = Trace::off();
+    let failed = stepper.forward_backward(&mut tiles, &data, (0, 1.0), &off, &mut begins);
+    let said = failed.err().expect("an error").to_string();
+    // The last block's input comes back first.
+    for part in [
+        "offload.activations",
+        &format!("reading scratch tile {}: ", LAYERS - 1),
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
 }
 
 #[test]
@@ -586,6 +718,15 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
     }
 }
 
+/// Where a run that a GPU computes may have its state and its inputs.
+const ON_A_GPU: [Place; 5] = [
+    Place::Gpu,
+    Place::Host,
+    Place::Both,
+    Place::InputsAway,
+    Place::OnDrives,
+];
+
 #[test]
 fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
     let name = "activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu";
@@ -621,7 +762,7 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         let place = Place::Gpu;
         let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
         for &keep in keeps(way.tiles) {
-            for place in [Place::Gpu, Place::Host, Place::Both, Place::InputsAway] {
+            for place in ON_A_GPU {
                 let way = Way { keep, place, ..way };
                 println!("{name}, {way:?}");
                 let found = alone(&harness, model, &way, Some(&gpu));
@@ -634,7 +775,7 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
         for group in 1..GROUPED {
             for (number, &keep) in keeps(way.tiles).iter().enumerate() {
-                for place in [Place::Gpu, Place::Host, Place::Both, Place::InputsAway] {
+                for place in ON_A_GPU {
                     let way = Way {
                         keep,
                         place,

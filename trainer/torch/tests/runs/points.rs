@@ -23,7 +23,7 @@ use crate::random::Random;
 const STEPS: u64 = 40;
 
 /// Kills `command` when it reaches `point` for the `number`th time. Returns false if it ended before.
-fn killed(mut command: Command, point: Point, number: u64) -> bool {
+pub(crate) fn killed(mut command: Command, point: Point, number: u64) -> bool {
     command.env("OFFLOADD_KILL", format!("{}@{number}", point.name()));
     let output = finish(spawn(command));
     let ended = output.status.success();

@@ -29,6 +29,7 @@ pub(super) fn offload(
             ("immediate", OptimizerStep::Immediate),
         ],
     ));
+    let has_no_store = placement.is_some_and(|placement| !placement.has_store());
     let activations = activations(config, device, notes, faults);
     let gradients = faults.collect(word(
         "offload.gradients",
@@ -39,12 +40,22 @@ pub(super) fn offload(
             ("nvme", GradientsChoice::Nvme),
         ],
     ));
-    let has_no_store = placement.is_some_and(|placement| !placement.has_store());
-    if gradients == Some(GradientsChoice::Nvme) && has_no_store {
-        faults.0.push(value(
+    for (key, is_nvme) in [
+        (
+            "offload.activations",
+            activations == Some(ActivationsChoice::Nvme),
+        ),
+        (
             "offload.gradients",
-            "\"nvme\" needs a device, but this run keeps nothing else on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
-        ));
+            gradients == Some(GradientsChoice::Nvme),
+        ),
+    ] {
+        if is_nvme && has_no_store {
+            faults.0.push(value(
+                key,
+                "\"nvme\" needs a device, but this run keeps nothing else on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
+            ));
+        }
     }
     let shard = faults.collect(word(
         "offload.shard",
@@ -141,6 +152,7 @@ fn activations(
             ("auto", ActivationsChoice::Auto),
             ("gpu", ActivationsChoice::Gpu),
             ("cpu", ActivationsChoice::Cpu),
+            ("nvme", ActivationsChoice::Nvme),
         ],
     ));
     if activations == Some(ActivationsChoice::Cpu) && device == Some(DeviceChoice::Cpu) {

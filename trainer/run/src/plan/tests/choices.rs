@@ -2,6 +2,8 @@
 
 use super::*;
 use crate::computation::ActivationCheckpointing;
+use crate::config::ActivationsChoice;
+use offload_support::units::ApproxBytes;
 
 #[test]
 fn all_state_on_drives_is_bound_by_their_writes() {
@@ -314,8 +316,8 @@ fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
     };
     let (large_gpu, small_gpu) = (plan_of(141 * GIB, &[]), plan_of(small, &[]));
     small_gpu.check().unwrap();
-    assert!(small_gpu.inputs_away && chosen(&small_gpu));
-    assert!(!large_gpu.inputs_away && !chosen(&large_gpu));
+    assert!(small_gpu.inputs_in == InputsIn::Host && chosen(&small_gpu));
+    assert!(large_gpu.inputs_in == InputsIn::Place && !chosen(&large_gpu));
     assert!(
         small_gpu.to_string().contains("block inputs 1.5 GiB"),
         "{small_gpu}"
@@ -328,4 +330,142 @@ fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
     let stay = large("cpu", "cpu", &[("offload.activations", json!("gpu"))]);
     let text = refused(&stay, &machine);
     assert!(text.contains("of GPU memory"), "{text}");
+}
+
+/// Settings of a run on drives that recomputes everything, so that only the place of block inputs differs.
+fn with_inputs(changes: &[(&'static str, Value)]) -> RunSettings {
+    let least = ("train.activation_checkpointing", json!("full"));
+    let staging = ("offload.staging_bytes", json!("1GiB"));
+    let fraction = ("offload.resident_fraction", json!(0.0));
+    large(
+        "nvme",
+        "nvme",
+        &[&[least, staging, fraction], changes].concat(),
+    )
+}
+
+#[test]
+fn block_inputs_on_drives_take_space_and_bytes_of_a_step_and_no_memory() {
+    let of = |place: &str| {
+        let settings = with_inputs(&[("offload.activations", json!(place))]);
+        (plan(&settings, &h200(4.0)), settings)
+    };
+    let ((host, _), (drives, settings)) = (of("cpu"), of("nvme"));
+    let batch = &settings.batch;
+    let input_bytes = (batch.micro_batch * batch.seq_len * 2048 * 2) as u64;
+    assert_eq!(drives.input_bytes, input_bytes);
+    // 24 blocks' inputs of a group leave host memory, pass through slots, and have tiles on the drives.
+    let area = drives.swapper.scratch;
+    let whole = input_bytes.next_multiple_of(area.tile_bytes.into());
+    assert_eq!(
+        (host.compute.away_bytes, drives.compute.on_drives_bytes),
+        (24 * input_bytes, 24 * input_bytes)
+    );
+    assert!(
+        (24 * whole..25 * input_bytes).contains(&area.bytes()),
+        "{area:?}"
+    );
+    assert_eq!(
+        host.host_bytes() - drives.host_bytes(),
+        24 * input_bytes - drives.memory.scratch_slot_bytes()
+    );
+    assert!(drives.memory.scratch_slot_bytes() > 0);
+    assert_eq!(drives.gpu_bytes(), host.gpu_bytes());
+    assert_eq!(drives.device_bytes() - host.device_bytes(), area.bytes());
+    assert_eq!(drives.device_input_bytes(), area.bytes());
+    // Each micro-batch's cross the bus as before, and are written once and read once.
+    assert_eq!(drives.bus, host.bus);
+    let moved = (24 * whole * batch.micro_batches as u64) as f64;
+    let bytes = &drives.node_bytes;
+    assert_eq!(
+        (bytes.scratch_written_bytes, bytes.scratch_read_bytes),
+        (moved, moved)
+    );
+    let outlook = |plan: &Plan| plan.outlook().run_written_bytes;
+    assert_eq!(
+        outlook(&drives) - outlook(&host),
+        moved * drives.steps as f64
+    );
+    let report = drives.report();
+    assert_eq!(report.chosen.activations, "nvme");
+    assert_eq!(report.step.input_written_bytes as f64, moved);
+    assert_eq!(report.device_input_bytes, area.bytes());
+    let said = drives.to_string();
+    for part in [
+        format!(", {} of it for block inputs", ApproxBytes(area.bytes())),
+        format!(", block inputs {}), writes ", ApproxBytes(moved as u64)),
+        format!(" (block inputs {})", ApproxBytes(moved as u64)),
+        format!(
+            "\ninputs    of blocks on drives, {}; a step writes ",
+            ApproxBytes(area.bytes())
+        ),
+        format!(
+            ", block inputs in transit {}",
+            ApproxBytes(drives.memory.scratch_slot_bytes())
+        ),
+    ] {
+        assert!(said.contains(&part), "{part}: {said}");
+    }
+    assert!(
+        !host.to_string().contains("of it for block inputs"),
+        "{host}"
+    );
+}
+
+#[test]
+fn block_inputs_move_to_drives_if_they_fit_nowhere_else_in_a_run_that_has_some() {
+    let given = |place: &str| {
+        let settings = with_inputs(&[("offload.activations", json!(place))]);
+        plan(&settings, &h200(4.0))
+    };
+    let host = given("cpu");
+    let small_gpu = Overrides {
+        gpu_memory_bytes: Some(host.gpu_bytes() * 10 / 9 + (1 << 20)),
+        ..h200(4.0)
+    };
+    let chosen = |settings: &RunSettings| {
+        let plan = plan(settings, &small_gpu);
+        let mut keys = plan.choices().iter().map(|choice| choice.key);
+        (plan.inputs_in, keys.any(|key| key == "offload.activations"))
+    };
+    let with_budget = |bytes: u64| with_inputs(&[("offload.host_memory_bytes", json!(bytes))]);
+    let enough = host.host_bytes() * 10 / 9 + (64 << 20);
+    assert_eq!(chosen(&with_budget(enough)), (InputsIn::Host, true));
+    let too_little = host.compute.away_bytes;
+    assert_eq!(chosen(&with_budget(too_little)), (InputsIn::Drives, true));
+    let budget = ("offload.host_memory_bytes", json!(too_little));
+    let no_drives = large("cpu", "cpu", &[budget]);
+    assert_eq!(chosen(&no_drives), (InputsIn::Host, true));
+
+    // A processor's own memory is host memory.
+    let on_processor = |bytes: u64| {
+        let device = ("train.device", json!("cpu"));
+        let budget = ("offload.host_memory_bytes", json!(bytes));
+        plan(&with_inputs(&[device, budget]), &Overrides::default())
+    };
+    let here = on_processor(1 << 50);
+    assert_eq!(here.inputs_in, InputsIn::Place);
+    let there = on_processor(here.compute.activation_bytes);
+    assert_eq!(there.inputs_in, InputsIn::Drives);
+    assert!(there.host_bytes() < here.host_bytes());
+
+    // A drive that is too small is refused with what inputs take of it.
+    let dir = tempfile::tempdir().unwrap();
+    let mut settings = with_inputs(&[("offload.activations", json!("nvme"))]);
+    settings.batch.seq_len = 1 << 23;
+    settings.placement.nvme_paths = vec![dir.path().to_owned()];
+    let large = plan(&settings, &h200(4.0));
+    let mut problems = large.problems().iter();
+    let problem = problems.find(|problem| problem.kind == ProblemKind::DeviceSpace);
+    let said = problem.expect("no drive is so large").to_string();
+    let bytes = ApproxBytes(large.device_input_bytes());
+    let part = format!("(block inputs take {bytes} on drives: offload.activations)");
+    assert!(said.contains(&part), "{said}");
+    // An area has a largest size, and the plan does not choose a larger one by itself.
+    settings.batch.seq_len = 1 << 27;
+    let hardware = Hardware::new(&settings, &h200(4.0), without_torch);
+    let said = Plan::new(&settings, hardware).err().unwrap().to_string();
+    assert!(said.contains("offload.activations is \"nvme\""), "{said}");
+    settings.offload.activations = ActivationsChoice::Auto;
+    assert_eq!(plan(&settings, &h200(4.0)).inputs_in, InputsIn::Host);
 }
