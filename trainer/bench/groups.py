@@ -52,7 +52,7 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
     data = text_to_train(args.out)
-    head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>9} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
+    head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>12} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
     print(head, flush=True)
     found, differ = [], False
     places = [(place, fraction) for place in args.places for fraction in (args.fractions if place == "host-gpu" else [None])]
@@ -168,8 +168,10 @@ def line(row):
         return lead + row["failed"]
     chosen = row["chosen"]
     size = chosen["micro_batch_group"]
+    more = chosen["blocks_keeping_more"]
+    kept = chosen["activation_checkpointing"] + (f"+{more}" if more else "")
     return (
-        f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {chosen['gpu_resident_fraction']:6.2f} {row['step_s']:8.3f} "
+        f"{lead}{-(-row['micro_batches'] // size):6} {kept:>12} {chosen['activations']:>6} {chosen['gpu_resident_fraction']:6.2f} {row['step_s']:8.3f} "
         f"{row['planned_s']:8.3f} {row['tflops']:7.1f} {row['gpu_bytes'] / 2**30:8.1f} {row['planned_gpu_bytes'] / 2**30:8.1f}"
     )
 

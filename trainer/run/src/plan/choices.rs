@@ -404,25 +404,18 @@ impl Plan {
             }
         }
         self.keep_more_of_blocks(settings, most_bytes);
-        let chosen = self.checkpointing_words();
+        let mut why = "the most for which GPU memory has room; what is kept need not be recomputed"
+            .to_owned();
+        let Checkpointing { level, more_blocks } = self.checkpointing;
+        if more_blocks > 0 {
+            let (more, blocks) = (checkpointing_name(level.more()), self.units.len() - 2);
+            why += &format!(", and {more_blocks} of {blocks} blocks keep what \"{more}\" does");
+        }
         self.chose(
             "train.activation_checkpointing",
-            chosen,
-            "the most for which GPU memory has room; what is kept need not be recomputed",
+            checkpointing_name(level).to_owned(),
+            why,
         );
-    }
-
-    /// Names what blocks keep, as "full" or "full, attention in 12 of 40 blocks".
-    pub(super) fn checkpointing_words(&self) -> String {
-        let Checkpointing { level, more_blocks } = self.checkpointing;
-        let (name, more) = (checkpointing_name(level), checkpointing_name(level.more()));
-        match more_blocks {
-            0 => name.to_owned(),
-            _ => format!(
-                "{name}, {more} in {more_blocks} of {} blocks",
-                self.units.len() - 2
-            ),
-        }
     }
 
     /// Lets as many blocks as GPU memory has room for keep one level more than the others.

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, InputsIn, Outlook,
-    Plan, PlanError, Problem, attention_kernel_name,
+    Plan, PlanError, Problem, attention_kernel_name, checkpointing_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -171,8 +171,9 @@ pub struct ChosenReport {
     pub iodepth: u32,
     pub optimizer_step: &'static str,
     pub optimizer_device: &'static str,
-    /// The level of all blocks, or the levels and the number of blocks of the second.
-    pub activation_checkpointing: String,
+    pub activation_checkpointing: &'static str,
+    /// Number of blocks that keep what the next level does.
+    pub blocks_keeping_more: usize,
     /// Kernels that compute attention.
     pub attention: &'static str,
     pub activations: &'static str,
@@ -253,7 +254,8 @@ impl Plan {
                     swapper::Schedule::Deferred => "deferred",
                 },
                 optimizer_device: self.optimizer_device.name(),
-                activation_checkpointing: self.checkpointing_words(),
+                activation_checkpointing: checkpointing_name(self.checkpointing.level),
+                blocks_keeping_more: self.checkpointing.more_blocks,
                 attention: attention_kernel_name(self.attention),
                 activations: match self.inputs_in {
                     InputsIn::Drives => "nvme",
