@@ -35,6 +35,11 @@ impl HostBuffer {
         Ok(HostBuffer { flat, kind, elems })
     }
 
+    /// Allocates another buffer of this kind and length.
+    pub(crate) fn new_alike(&self) -> Result<Self, TorchError> {
+        Self::zeros(self.kind, self.elems)
+    }
+
     /// Number of elements.
     pub fn elems(&self) -> usize {
         self.elems

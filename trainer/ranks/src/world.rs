@@ -81,6 +81,32 @@ impl World {
         }
     }
 
+    /// This process among the `count` neighbouring ones that it belongs to.
+    ///
+    /// Panics if `ranks` is not a multiple of `count`.
+    pub fn of_neighbours(&self, count: u32) -> World {
+        assert!(
+            count > 0 && self.ranks.is_multiple_of(count),
+            "{} ranks are no groups of {count}",
+            self.ranks
+        );
+        let rank = self.rank % count;
+        let first_of_node = self.rank - self.local_rank;
+        let first = self.rank - rank;
+        let are_here = first >= first_of_node && first + count <= first_of_node + self.local_ranks;
+        let (local_rank, local_ranks) = match are_here {
+            true => (rank, count),
+            // On several nodes; how many are here matters to nobody.
+            false => (0, 1),
+        };
+        World {
+            rank,
+            ranks: count,
+            local_rank,
+            local_ranks,
+        }
+    }
+
     /// Rank `rank` of two ranks on one node.
     #[cfg(test)]
     pub(super) fn of_two(rank: u32) -> World {
@@ -137,4 +163,40 @@ fn below(
         value: value.to_string(),
         problem: format!("is not below {limit_name}, {limit}"),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_on_one_node_or_on_several() {
+        let world = |rank, local_rank, local_ranks| World {
+            rank,
+            ranks: 8,
+            local_rank,
+            local_ranks,
+        };
+        for (of, count, expected) in [
+            (world(5, 5, 8), 2, (1, 2, 1, 2)),
+            (world(5, 1, 4), 4, (1, 4, 1, 4)),
+            // Two nodes of four ranks.
+            (world(5, 1, 4), 8, (5, 8, 0, 1)),
+            (world(5, 1, 4), 1, (0, 1, 0, 1)),
+            // Four nodes of two ranks.
+            (world(5, 1, 2), 4, (1, 4, 0, 1)),
+        ] {
+            let World {
+                rank,
+                ranks,
+                local_rank,
+                local_ranks,
+            } = of.of_neighbours(count);
+            assert_eq!(
+                (rank, ranks, local_rank, local_ranks),
+                expected,
+                "{of:?}, {count}"
+            );
+        }
+    }
 }

@@ -7,7 +7,7 @@ use tch::Kind;
 
 use super::link::Link;
 use super::pending::{Memory, Pending};
-use crate::HostBuffer;
+use crate::{HostBuffer, TorchError};
 use kernels::reduce::GradType;
 use training_ranks::{CollectiveError, Rendezvous, Timeouts, World};
 
@@ -60,6 +60,19 @@ impl Comm {
     pub fn connect_node(&self) -> Result<Comm, CollectiveError> {
         let first = self.world.rank - self.world.local_rank;
         self.side(self.world.of_node(), &format!("node{first}"))
+    }
+
+    /// Connects each `count` neighbouring ranks in a group of their own, in which they are numbered from 0. All ranks of the run
+    /// must call it; otherwise like [`Comm::connect_side`].
+    ///
+    /// Panics if the number of ranks is not a multiple of `count`.
+    ///
+    /// # Errors
+    /// A rank is gone; an error of torch or Gloo.
+    pub fn connect_neighbours(&self, count: u32) -> Result<Comm, CollectiveError> {
+        let world = self.world.of_neighbours(count);
+        let first = self.world.rank - world.rank;
+        self.side(world, &format!("neighbours{first}"))
     }
 
     /// Connects the first ranks of `nodes` nodes in a group of their own, in which they are numbered like their nodes; this rank is the
@@ -177,6 +190,34 @@ impl Comm {
                 grad_type,
             },
         ))
+    }
+
+    /// Sends part r of `buffer` to rank r, and returns a buffer whose part r is what rank r has sent here.
+    ///
+    /// Panics if the buffer is not one part of the same length for each rank, or a view of it is alive.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory. The buffer is lost.
+    pub fn all_to_all(&self, mut buffer: HostBuffer) -> Result<HostBuffer, CollectiveError> {
+        let elems = buffer.elems();
+        let bytes = self.checked_bytes(&buffer, elems);
+        let Some(link) = self.link.as_ref().filter(|_| bytes > 0) else {
+            return Ok(buffer);
+        };
+        let name = format!("an all-to-all of {bytes} bytes");
+        let mut received = buffer.new_alike().map_err(|error| failed(&name, error))?;
+        let from = buffer.bytes_mut().as_mut_ptr();
+        let to = received.bytes_mut().as_mut_ptr();
+        let started = link.start(name, |group| {
+            // SAFETY: both have `bytes` bytes, a multiple of the ranks (checked_bytes), in separate buffers, which go to the
+            // Pending below as in all_gather_start.
+            unsafe { group.all_to_all(from, to, bytes) }
+        })?;
+        let memory = Memory::Received {
+            _sent: buffer,
+            received,
+        };
+        Pending::started(Arc::clone(link), started, memory).wait()
     }
 
     /// Replaces each value by its sum over the ranks, added in rank order: the same bits on every rank.
@@ -336,8 +377,12 @@ impl Comm {
 }
 
 fn new_buffer(bytes: usize, op: &str) -> Result<HostBuffer, CollectiveError> {
-    HostBuffer::zeros(Kind::Uint8, bytes).map_err(|error| CollectiveError::Backend {
+    HostBuffer::zeros(Kind::Uint8, bytes).map_err(|error| failed(op, error))
+}
+
+fn failed(op: &str, error: TorchError) -> CollectiveError {
+    CollectiveError::Backend {
         op: op.to_owned(),
         message: error.to_string(),
-    })
+    }
 }

@@ -7,6 +7,8 @@
 //!                                            Heartbeat of every rank, each half second ───────────────────┘ who is gone?
 //! ```
 //!
+//! [`TensorExchange`] connects neighbouring ranks in groups of their own, which exchange parts of tensors.
+//!
 //! Bytes between CPUs go through libtorch's Gloo, bytes between GPUs through NCCL or RCCL, opened at run time.
 //!
 //! Guarantees:
@@ -17,6 +19,7 @@
 
 mod comm;
 mod connect;
+mod exchange;
 mod gloo;
 mod launchers;
 mod link;
@@ -26,6 +29,7 @@ mod sum;
 mod tcp_heartbeat_store;
 
 pub use comm::Comm;
+pub use exchange::{ExchangeError, TensorExchange};
 pub use launchers::LauncherStore;
 pub use nccl::GpuComm;
 pub use pending::Pending;

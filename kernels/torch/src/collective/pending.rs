@@ -30,6 +30,12 @@ pub(super) enum Memory {
         bytes: usize,
         grad_type: GradType,
     },
+    /// `received` receives every rank's part for this rank.
+    Received {
+        /// Sent until then, so it is kept.
+        _sent: HostBuffer,
+        received: HostBuffer,
+    },
 }
 
 impl Pending {
@@ -65,6 +71,7 @@ impl Pending {
         };
         Ok(match memory {
             Memory::Whole(buffer) => buffer,
+            Memory::Received { received, .. } => received,
             Memory::Parts {
                 mut buffer,
                 mut scratch,

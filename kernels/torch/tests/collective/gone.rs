@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::Comm;
-use tch::Kind;
+use kernels_torch::collective::{Comm, ExchangeError, TensorExchange};
+use tch::{Device, Kind, Tensor};
 use training_ranks::{CollectiveError, Timeouts};
 
 use crate::harness::{Meet, TIMEOUTS, all_succeed, connect, is_rank_of, run, signal_myself};
@@ -70,6 +70,28 @@ fn a_killed_rank_is_named_by_all_others() {
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 1, .. });
     let act = |_comm: Comm| signal_myself("KILL");
     the_others_name(name, Meet::Dir, 1, TIMEOUTS, SOON, act, holds);
+}
+
+#[test]
+fn a_killed_neighbour_is_named_by_an_exchange() {
+    let name = "gone::a_killed_neighbour_is_named_by_an_exchange";
+    if is_rank_of(name) {
+        let comm = connect(TIMEOUTS).unwrap();
+        let exchange = TensorExchange::connect(&comm, 2, None).unwrap();
+        let parts = Tensor::zeros([2, ELEMS as i64], (Kind::Float, Device::Cpu));
+        drop(exchange.all_to_all(&parts).unwrap());
+        if comm.world().rank == 1 {
+            signal_myself("KILL");
+        }
+        let began = Instant::now();
+        let error = exchange.all_to_all(&parts).unwrap_err();
+        let ExchangeError::Collective(CollectiveError::Died { rank: 1, .. }) = error else {
+            panic!("{error:?}");
+        };
+        assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+        std::process::exit(0);
+    }
+    all_succeed(&run(name, 2, Meet::Dir, &[]), |rank| rank != 1);
 }
 
 #[test]

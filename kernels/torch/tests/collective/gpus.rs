@@ -108,6 +108,22 @@ fn gpus_gather_and_sum_what_gloo_does() {
                 );
             }
         }
+        for part in [0, 1, 4099, large()] {
+            let own = || {
+                filled(Kind::Float, ranks * part, |elem| {
+                    (rank * ranks * part + elem) as f32
+                })
+            };
+            let sent = uploaded(&gpu, &stream, own());
+            let received = gpu.alloc(sent.bytes()).unwrap();
+            let elems = ranks * part;
+            gpus.all_to_all(&stream, sent.at(0), received.at(0), elems, 4)
+                .unwrap();
+            let received = downloaded(&gpu, &stream, &received);
+            gpus.check().unwrap();
+            let expected = comm.all_to_all(own()).unwrap().bytes_mut().to_vec();
+            assert!(received == expected, "{ranks} parts of {part} elements");
+        }
         let values: Vec<u8> = (0..40)
             .flat_map(|i| f64::from(i + rank as i32).to_le_bytes())
             .collect();

@@ -4,8 +4,8 @@
 use half::{bf16, f16};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::Comm;
-use tch::Kind;
+use kernels_torch::collective::{Comm, TensorExchange};
+use tch::{Kind, Tensor};
 use training_ranks::{Rendezvous, World};
 
 use crate::harness::{Meet, TIMEOUTS, all_succeed, is_rank_of, on_ranks, run};
@@ -78,6 +78,48 @@ fn every_shard_arrives_in_its_place_on_every_rank() {
                 );
             }
         }
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn every_part_reaches_its_rank_also_among_neighbours() {
+    const NAME: &str = "values::every_part_reaches_its_rank_also_among_neighbours";
+    on_ranks(NAME, &[1, 2, 4], Meet::Dir, |comm| {
+        let (rank, ranks) = who(&comm);
+        for part in SHARD_ELEMS {
+            // Part r of rank s has the numbers of both.
+            let of = |from: usize, to: usize, elem: usize| value(from * ranks + to, elem);
+            let sent = |elem: usize| of(rank, elem / part, elem % part);
+            let received = |elem: usize| of(elem / part, rank, elem % part);
+            let sent = filled(Kind::Float, ranks * part, sent);
+            let mut found = comm.all_to_all(sent).unwrap();
+            let mut expected = filled(Kind::Float, ranks * part, received);
+            assert!(found.bytes_mut() == expected.bytes_mut(), "parts of {part}");
+        }
+        if ranks == 1 {
+            return comm.close().unwrap();
+        }
+        let exchange = TensorExchange::connect(&comm, 2, None).unwrap();
+        assert_eq!((exchange.rank(), exchange.ranks()), (rank % 2, 2));
+        let group = (rank / 2) as i64;
+        // Number of the group, of the rank that sends and of the one that receives.
+        let parts = [0, 1].map(|to| 100 * group + 10 * (rank % 2) as i64 + to);
+        // Not contiguous.
+        let parts = Tensor::from_slice(&parts)
+            .view([2, 1])
+            .expand([2, 3], false);
+        let found = exchange.all_to_all(&parts).unwrap();
+        assert_eq!(found.size(), [2, 3]);
+        let expected = [0, 1].map(|from| 100 * group + 10 * from + (rank % 2) as i64);
+        for (from, expected) in expected.into_iter().enumerate() {
+            let found = Vec::<i64>::try_from(found.get(from as i64)).unwrap();
+            assert_eq!(found, [expected; 3], "from neighbour {from}");
+        }
+        let mut sums = [1.0, rank as f64];
+        exchange.sum(&mut sums).unwrap();
+        assert_eq!(sums, [2.0, (4 * (rank / 2) + 1) as f64]);
+        drop(exchange);
         comm.close().unwrap();
     });
 }

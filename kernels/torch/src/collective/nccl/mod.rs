@@ -1,7 +1,7 @@
 //! Collectives between GPUs: NCCL, or RCCL for AMD, opened at run time. May use `unsafe`.
 //!
 //! ```text
-//!   Comm (Gloo) ── the communicator's id ──▶ GpuComm ── all_gather, reduce_scatter ──▶ a Stream
+//!   Comm (Gloo) ── the communicator's id ──▶ GpuComm ── all_gather, reduce_scatter, all_to_all ──▶ a Stream
 //!       └── heartbeats ──▶ watchdog: a rank is gone, or NCCL failed ──▶ abort, so that no stream waits for ever
 //! ```
 //!
@@ -16,8 +16,11 @@ use std::sync::Arc;
 
 use self::table::{SUM, Table, UniqueId};
 use self::watchdog::{Watchdog, WatchdogState};
+use tch::Tensor;
+
 use super::Comm;
 use super::connect::left_alone;
+use crate::device_of;
 use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
 use kernels::reduce::GradType;
 use training_ranks::CollectiveError;
@@ -163,6 +166,81 @@ impl GpuComm {
             unsafe {
                 let number = NcclType::Fp64 as i32;
                 (table.all_reduce)(address, address, count, number, SUM, handle, stream.raw())
+            }
+        })
+    }
+
+    /// Enqueues on `stream` sending part r of the `elems` elements from `from` to rank r, and receiving what rank r sends here
+    /// as part r of those from `to`.
+    ///
+    /// Panics if that is not one part of the same length for each rank, or is not within the buffers.
+    ///
+    /// # Errors
+    /// The first failure of this connection.
+    pub fn all_to_all(
+        &self,
+        stream: &Stream,
+        from: DeviceAt<'_>,
+        to: DeviceAt<'_>,
+        elems: usize,
+        elem_bytes: usize,
+    ) -> Result<(), CollectiveError> {
+        let (from, part) = self.address_and_shard(from, elems, elem_bytes);
+        let (to, _) = self.address_and_shard(to, elems, elem_bytes);
+        self.all_to_all_at(stream, [from, to], part * elem_bytes)
+    }
+
+    /// Like [`GpuComm::all_to_all`] for tensors in the memory of this GPU, on the stream on which torch computes. `from` is
+    /// contiguous; its first dimension are the ranks. The result has its shape.
+    ///
+    /// Panics if `from` is on another device or has another shape or layout.
+    ///
+    /// # Errors
+    /// The first failure of this connection; out of memory.
+    pub fn all_to_all_tensor(&self, from: &Tensor) -> Result<Tensor, CollectiveError> {
+        let op = "an all-to-all between GPUs";
+        assert_eq!(from.device(), device_of(&self.gpu), "a tensor of this GPU");
+        assert!(from.is_contiguous(), "parts that are contiguous");
+        assert_eq!(from.size()[0], self.ranks as i64, "one part for each rank");
+        let to = from
+            .f_empty_like()
+            .map_err(|error| CollectiveError::Backend {
+                op: op.to_owned(),
+                message: error.to_string(),
+            })?;
+        let part_bytes = from.numel() / self.ranks * from.kind().elt_size_in_bytes();
+        // Torch frees memory in the order of the default stream, so both tensors stay while the operation uses them.
+        let addresses = [from, &to].map(|tensor| tensor.data_ptr() as u64);
+        self.all_to_all_at(&self.gpu.default_stream(), addresses, part_bytes)?;
+        Ok(to)
+    }
+
+    /// Enqueues an exchange of parts of `part_bytes`.
+    fn all_to_all_at(
+        &self,
+        stream: &Stream,
+        [from, to]: [u64; 2],
+        part_bytes: usize,
+    ) -> Result<(), CollectiveError> {
+        let at = |address: u64, rank: usize| address + (rank * part_bytes) as u64;
+        self.enqueue(part_bytes, |table, handle| {
+            let number = NcclType::U8 as i32;
+            // SAFETY: as in all_gather; both have a part for each rank. Every call between start and end is made, so that each
+            // start has its end; the first error is returned.
+            unsafe {
+                let mut code = (table.group_start)();
+                for rank in 0..self.ranks {
+                    let (sent, received) = (at(from, rank), at(to, rank));
+                    let peer = rank as i32;
+                    for made in [
+                        (table.send)(sent, part_bytes, number, peer, handle, stream.raw()),
+                        (table.receive)(received, part_bytes, number, peer, handle, stream.raw()),
+                    ] {
+                        code = if code == 0 { made } else { code };
+                    }
+                }
+                let ended = (table.group_end)();
+                if code == 0 { ended } else { code }
             }
         })
     }

@@ -55,6 +55,10 @@ table! {
     all_gather(u64, u64, usize, i32, usize, usize) = "ncclAllGather";
     reduce_scatter(u64, u64, usize, i32, i32, usize, usize) = "ncclReduceScatter";
     all_reduce(u64, u64, usize, i32, i32, usize, usize) = "ncclAllReduce";
+    group_start() = "ncclGroupStart";
+    group_end() = "ncclGroupEnd";
+    send(u64, usize, i32, i32, usize, usize) = "ncclSend";
+    receive(u64, usize, i32, i32, usize, usize) = "ncclRecv";
 }
 
 impl Table {

@@ -94,7 +94,7 @@ void put(int type, unsigned char *at, double value) {
     }
 }
 
-enum Kind { GATHER, SCATTER, REDUCE };
+enum Kind { GATHER, SCATTER, REDUCE, EXCHANGE };
 
 struct Operation {
     Comm *comm;
@@ -116,7 +116,22 @@ struct Operation {
         return true;
     }
 
+    // Every rank publishes a piece of its part for each other rank in turn.
+    bool exchange() {
+        size_t bytes = count * width(type);
+        bool done = true;
+        for (int to_rank = 0; to_rank < comm->ranks && done; to_rank++)
+            done = pieces(
+                bytes, [&](size_t start) { return from + to_rank * bytes + start; },
+                [&](int rank, size_t start, const unsigned char *piece, size_t length) {
+                    if (to_rank == comm->rank) memcpy(to + rank * bytes + start, piece, length);
+                });
+        if (!done) memset(to, 0xEE, bytes * comm->ranks);
+        return done;
+    }
+
     void run() {
+        if (kind == EXCHANGE) return (void)exchange();
         size_t bytes = count * width(type), all = bytes * (kind == SCATTER ? comm->ranks : 1);
         std::vector<double> sums(kind == GATHER ? 0 : all / width(type));
         // A copy, because the result may overlap the input.
@@ -146,6 +161,27 @@ int enqueue(Operation operation, size_t result_bytes, size_t stream) {
 
 unsigned char *at(unsigned long long address) { return reinterpret_cast<unsigned char *>(address); }
 Comm *comm_of(size_t handle) { return reinterpret_cast<Comm *>(handle); }
+
+// Sends and receives between ncclGroupStart and ncclGroupEnd, of which a thread makes one group at a time: one part for each rank.
+struct Group {
+    size_t sends = 0, receives = 0, count = 0, stream = 0, comm = 0;
+    unsigned long long from = 0, to = 0;
+    int type = 0;
+    bool open = false, wrong = false;
+};
+thread_local Group group;
+
+// Adds part `peer` of a buffer, which begins at `first`, to the group.
+int add(unsigned long long &first, size_t &parts, unsigned long long address, size_t count, int type, int peer, size_t comm,
+        size_t stream) {
+    unsigned long long begin = address - peer * count * width(type);
+    bool fits = group.open && (parts == 0 || begin == first) && (group.comm == 0 || (group.comm == comm && group.stream == stream)) &&
+                (group.count == 0 || (group.count == count && group.type == type));
+    if (!fits) return group.wrong = true, INVALID_ARGUMENT;
+    first = begin, parts++;
+    group.count = count, group.type = type, group.comm = comm, group.stream = stream;
+    return 0;
+}
 
 }  // namespace
 
@@ -187,4 +223,20 @@ API int ncclReduceScatter(unsigned long long from, unsigned long long to, size_t
 API int ncclAllReduce(unsigned long long from, unsigned long long to, size_t count, int type, int operation, size_t comm, size_t stream) {
     if (operation != 0) return INVALID_ARGUMENT;
     return enqueue({comm_of(comm), REDUCE, at(from), at(to), count, type}, count * width(type), stream);
+}
+API int ncclGroupStart() { return group = Group(), group.open = true, 0; }
+API int ncclSend(unsigned long long from, size_t count, int type, int peer, size_t comm, size_t stream) {
+    return add(group.from, group.sends, from, count, type, peer, comm, stream);
+}
+API int ncclRecv(unsigned long long to, size_t count, int type, int peer, size_t comm, size_t stream) {
+    return add(group.to, group.receives, to, count, type, peer, comm, stream);
+}
+API int ncclGroupEnd() {
+    Group ended = group;
+    group = Group();
+    if (!ended.open || ended.wrong) return INVALID_ARGUMENT;
+    size_t ranks = comm_of(ended.comm)->ranks;
+    if (ended.sends != ranks || ended.receives != ranks) return INVALID_ARGUMENT;
+    size_t bytes = ended.count * width(ended.type) * ranks;
+    return enqueue({comm_of(ended.comm), EXCHANGE, at(ended.from), at(ended.to), ended.count, ended.type}, bytes, ended.stream);
 }
