@@ -48,6 +48,7 @@ impl RunStateReader {
         settings.train.device = DeviceChoice::Cpu;
         // One process reads what any number of ranks wrote.
         (settings.ranks, settings.local_ranks) = (1, 1);
+        settings.batch.sequence_ranks = 1;
         let has_store = settings.placement.has_store();
         let start = checkpoint.map_or(StartPoint::GoOn, StartPoint::Checkpoint);
         repair(&settings, &mut |note| tracing::warn!("{note}"))?;

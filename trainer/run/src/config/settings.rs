@@ -138,9 +138,14 @@ impl RunSettings {
         )
     }
 
+    /// Groups of ranks that train different sequences.
+    pub fn sequence_groups(&self) -> u32 {
+        self.ranks / self.batch.sequence_ranks
+    }
+
     /// Windows of one step, over all ranks.
     pub fn step_samples(&self) -> u64 {
-        self.batch.samples() * u64::from(self.ranks)
+        self.batch.samples() * u64::from(self.sequence_groups())
     }
 
     /// Tokens of one step, over all ranks.
@@ -172,23 +177,42 @@ fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::E
     serializer.serialize_str(dtype.name())
 }
 
-/// One rank's samples of a step: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.
+/// One rank's samples of a step: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens, of which
+/// `sequence_ranks` neighbouring ranks have an equal part each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Batch {
     pub micro_batch: usize,
     pub micro_batches: usize,
     pub seq_len: usize,
+    /// Ranks that divide each window among themselves (`train.sequence_parallel`). Not written if it is 1, as in runs that are older
+    /// than the setting.
+    #[serde(skip_serializing_if = "is_one")]
+    pub sequence_ranks: u32,
+}
+
+fn is_one(count: &u32) -> bool {
+    *count == 1
 }
 
 impl Batch {
-    /// Windows of one step on one rank.
+    /// Windows of one step, of which one rank has a part.
     pub fn samples(&self) -> u64 {
         (self.micro_batch * self.micro_batches) as u64
     }
 
+    /// Tokens of a window on one rank.
+    pub fn own_seq_len(&self) -> usize {
+        self.seq_len / self.sequence_ranks as usize
+    }
+
+    /// Tokens of a micro-batch on one rank.
+    pub fn micro_batch_tokens(&self) -> usize {
+        self.micro_batch * self.own_seq_len()
+    }
+
     /// Tokens of one step on one rank.
     pub fn tokens(&self) -> u64 {
-        self.samples() * self.seq_len as u64
+        self.samples() * self.own_seq_len() as u64
     }
 }
 

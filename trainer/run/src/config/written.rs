@@ -48,6 +48,7 @@ impl RunSettings {
         if self.offload.socket.is_some() {
             remove(&mut defaults, "offload", "engine");
         }
+        defaults["train"]["sequence_parallel"] = self.batch.sequence_ranks.into();
         remove(&mut tree, "train", "epochs");
         fill(&mut tree, &defaults);
         tree["train"]["steps"] = self.train.steps.into();

@@ -255,6 +255,24 @@ impl ModelConfig {
         Ok(())
     }
 
+    /// The model with the heads of one of `ranks` that divide sequences among themselves, for attention. With fewer heads of keys and
+    /// values than ranks, several ranks have the same one.
+    ///
+    /// Panics if `ranks` cannot divide the heads.
+    pub fn with_heads_of_rank(&self, ranks: usize) -> Self {
+        let divided = |heads: usize| {
+            assert!(heads.is_multiple_of(ranks) || ranks.is_multiple_of(heads));
+            (heads / ranks).max(1)
+        };
+        assert!(self.heads >= ranks);
+        Self {
+            heads: divided(self.heads),
+            kv_heads: divided(self.kv_heads),
+            head_dim: Some(self.head_dim()),
+            ..self.clone()
+        }
+    }
+
     fn validate_constants(&self) -> Result<(), ConfigError> {
         let mut constants = vec![
             ("rope_theta", self.rope_theta),

@@ -309,7 +309,8 @@ fn batch_of(config: &PackageToml, ranks: u32) -> Result<(u32, Option<Batch>), Se
         micro: config.train_micro_batch_size_per_gpu,
         accumulated: config.gradient_accumulation_steps,
     };
-    Ok((sequence_ranks, batch(sizes, Some(ranks / sequence_ranks))?))
+    let groups = ranks / sequence_ranks;
+    Ok((sequence_ranks, batch(sizes, Some(groups), sequence_ranks)?))
 }
 
 /// PyTorch's name of the type that is switched on, and what happens to a step that overflows.

@@ -14,7 +14,7 @@ pub struct Sizes {
     pub accumulated: Option<u64>,
 }
 
-/// Samples of a rank's micro-batch, micro-batches of a step, and ranks.
+/// Samples of a rank's micro-batch, micro-batches of a step, and ranks that train different sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
     pub micro_batch: u64,
@@ -24,8 +24,14 @@ pub struct Batch {
 
 /// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`; two of the
 /// three keys determine the third. If `ranks` is unknown (the run is only examined), all three keys determine
-/// it. `None` if no number of samples is given.
-pub fn batch(given: Sizes, ranks: Option<u32>) -> Result<Option<Batch>, SettingsError> {
+/// it. `None` if no number of samples is given. `sequence_ranks` processes that divide each sequence among themselves count
+/// as one rank.
+pub fn batch(
+    given: Sizes,
+    ranks: Option<u32>,
+    sequence_ranks: u32,
+) -> Result<Option<Batch>, SettingsError> {
+    let times = |ranks| times(ranks, sequence_ranks);
     let (train, micro, steps) = (given.train, given.micro, given.accumulated);
     for (key, number) in [
         ("train_batch_size", train),
@@ -75,9 +81,10 @@ pub fn batch(given: Sizes, ranks: Option<u32>) -> Result<Option<Batch>, Settings
 }
 
 /// Factor for several ranks in an error message.
-fn times(ranks: u64) -> String {
-    match ranks {
-        1 => String::new(),
-        ranks => format!(" * {ranks} ranks"),
+fn times(ranks: u64, sequence_ranks: u32) -> String {
+    match (ranks, sequence_ranks) {
+        (1, _) => String::new(),
+        (ranks, 1) => format!(" * {ranks} ranks"),
+        (groups, _) => format!(" * {groups} groups of {sequence_ranks} ranks"),
     }
 }

@@ -45,6 +45,7 @@ keys! {
         pub train_micro_batch_size_per_gpu: Option<u64>,
         pub gradient_accumulation_steps: Option<u64>,
         pub gradient_clipping: Option<f64>,
+        pub sequence_parallel_size: Option<u64>,
         pub steps_per_print: Option<Steps>,
         pub wall_clock_breakdown: Option<bool>,
         pub tensorboard: MonitorToml,

@@ -289,6 +289,12 @@ keys! {
         #[default("required")]
         #[example("4096")]
         pub seq_len: Option<u64>,
+        /// Neighbouring ranks that divide each sequence among themselves, for sequences whose activations one GPU cannot hold: each
+        /// computes consecutive tokens, and in attention all tokens for a part of the heads. They count as one rank in
+        /// train_batch_size. The number divides that of the ranks, seq_len and the heads. Not with dropout.
+        #[default("sequence_parallel_size, or 1")]
+        #[example("2")]
+        pub sequence_parallel: Option<u64>,
         /// Seed of initial weights, data order and dropout.
         #[default("0")]
         #[example("1")]

@@ -501,6 +501,7 @@ const PUBLIC_NAMES: &[(&str, &str)] = &[
     ("batch.micro_batches", "gradient_accumulation_steps"),
     ("batch.micro_batch", "train_micro_batch_size_per_gpu"),
     ("batch.seq_len", "train.seq_len"),
+    ("batch.sequence_ranks", "train.sequence_parallel"),
     ("ranks", "the number of ranks"),
     ("stage", "zero_optimization.stage"),
     ("optimizer.type", "optimizer.type"),

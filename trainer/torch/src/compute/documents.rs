@@ -23,8 +23,23 @@ use training_run::computation::LONG_DOCUMENT_TOKENS;
 pub(super) struct Batch {
     /// Number of the first sample in the run, in training.
     pub(super) first_sample: Option<u64>,
-    /// `None` if each sequence is one document.
+    /// `None` if each sequence is one document. They are those of whole sequences, also if this rank has a part of each.
     pub(super) documents: Option<Rc<Documents>>,
+    /// First token of each sequence that this rank has.
+    pub(super) first_token: usize,
+}
+
+impl Batch {
+    /// Positions in their documents of the `seq_len` tokens of each sequence that this rank has; `None` if they are those from
+    /// `first_token` on.
+    pub(super) fn own_positions(&self, seq_len: i64) -> Result<Option<Tensor>, ComputeError> {
+        let own = |documents: &Rc<Documents>| {
+            Ok(documents
+                .positions
+                .f_narrow(1, self.first_token as i64, seq_len)?)
+        };
+        self.documents.as_ref().map(own).transpose()
+    }
 }
 
 /// Documents of a micro-batch.

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::documents::Documents;
+use super::documents::Batch;
 use super::dropout::{DropoutSite, Masks};
 use super::linear::at_least_fp32;
 use super::params::Params;
@@ -13,17 +13,16 @@ use training_run::model::{ParamRole, UnitLayout};
 pub(super) fn forward(
     params: &Params,
     ids: &Tensor,
-    documents: Option<&Documents>,
+    batch: &Batch,
     masks: &Masks,
 ) -> Result<Tensor, ComputeError> {
     let table = params.get(ParamRole::Embedding);
     let mut rows = Tensor::f_embedding(table, ids, -1, false, false)?;
     if let Some(positions) = params.find(ParamRole::Positions) {
-        rows = rows.f_add(&match documents {
-            Some(documents) => {
-                Tensor::f_embedding(positions, &documents.positions, -1, false, false)?
-            }
-            None => positions.f_narrow(0, 0, ids.size()[1])?,
+        let seq_len = ids.size()[1];
+        rows = rows.f_add(&match batch.own_positions(seq_len)? {
+            Some(at) => Tensor::f_embedding(positions, &at, -1, false, false)?,
+            None => positions.f_narrow(0, batch.first_token as i64, seq_len)?,
         })?;
     }
     masks.apply(DropoutSite::Embedding, &rows)
@@ -34,7 +33,7 @@ pub(super) fn forward(
 pub(super) fn backward(
     layout: &UnitLayout,
     ids: &Tensor,
-    documents: Option<&Documents>,
+    batch: &Batch,
     masks: &Masks,
     grad_output: &Tensor,
     untrained: Option<usize>,
@@ -58,24 +57,26 @@ pub(super) fn backward(
     if let Some((positions, rows)) = rows_of(ParamRole::Positions) {
         grads.add(
             positions,
-            match documents {
-                Some(documents) => {
-                    let at = &documents.positions;
-                    Tensor::f_embedding_dense_backward(&grad, at, rows, -1, false)?
-                }
-                None => sum_of_positions(&grad, rows, wide)?,
+            match batch.own_positions(ids.size()[1])? {
+                Some(at) => Tensor::f_embedding_dense_backward(&grad, &at, rows, -1, false)?,
+                None => sum_of_positions(&grad, batch.first_token, rows, wide)?,
             },
         )?;
     }
     Ok(())
 }
 
-/// Sums `grad` [micro_batch, seq_len, hidden_size] over the micro-batch; rows of later positions are zero:
-/// [rows, hidden_size].
-fn sum_of_positions(grad: &Tensor, rows: i64, wide: Kind) -> Result<Tensor, ComputeError> {
+/// Sums `grad` [micro_batch, seq_len, hidden_size], whose tokens have the positions from `first` on, over the micro-batch; rows of
+/// other positions are zero: [rows, hidden_size].
+fn sum_of_positions(
+    grad: &Tensor,
+    first: usize,
+    rows: i64,
+    wide: Kind,
+) -> Result<Tensor, ComputeError> {
     let (_, seq_len, hidden_size) = grad.size3()?;
     let all = Tensor::f_zeros([rows, hidden_size], (wide, grad.device()))?;
     let sum = grad.f_sum_dim_intlist(&[0i64][..], false, wide)?;
-    all.f_narrow(0, 0, seq_len)?.f_copy_(&sum)?;
+    all.f_narrow(0, first as i64, seq_len)?.f_copy_(&sum)?;
     Ok(all)
 }

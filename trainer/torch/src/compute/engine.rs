@@ -3,8 +3,10 @@
 mod head;
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use kernels::gpu::DeviceBuffer;
+use kernels_torch::collective::TensorExchange;
 use kernels_torch::fp8::Fp8Kernels;
 use kernels_torch::fused::FusedKernels;
 use kernels_torch::{CudnnAttention, use_gpu, vjp};
@@ -17,6 +19,7 @@ use super::embedding;
 use super::explicit::{self, BlockWeights, Ops, Products};
 use super::params::Params;
 use super::positions::Rotary;
+use super::sequence::Sequence;
 use super::values::kind_of;
 use super::{Activation, ComputeDevice, ComputeError, GradSink, GradSums, Tokens, UnitWeights};
 use training_run::computation::{AttentionKernel, Checkpointing, Matmuls};
@@ -56,6 +59,8 @@ pub struct Engine {
     tiles: usize,
     dropout: Dropout,
     dropout_seed: u64,
+    /// The ranks that divide each sequence; `None` if this one has whole sequences.
+    sequence: Option<Sequence>,
 }
 
 /// How blocks and the head are computed.
@@ -138,6 +143,7 @@ impl Engine {
             tiles: 1,
             dropout: Dropout::NONE,
             dropout_seed: 0,
+            sequence: None,
         })
     }
 
@@ -208,6 +214,27 @@ impl Engine {
         assert!((1..=self.config.intermediate_size).contains(&tiles));
         self.tiles = tiles;
         self
+    }
+
+    /// Divides each sequence among the ranks of `exchange`. This rank's tokens are an equal part of each, in the order of the ranks
+    /// ([`Tokens::part_of`]).
+    ///
+    /// Panics if the model's heads cannot be divided.
+    pub fn in_sequence(mut self, exchange: Option<Arc<TensorExchange>>) -> Self {
+        self.sequence = exchange.map(|exchange| Sequence::new(exchange, &self.config));
+        self
+    }
+
+    /// Checks that all exchanges with the other ranks of a sequence succeeded. Called after waiting for a GPU and before its results are
+    /// used.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn check(&self) -> Result<(), ComputeError> {
+        match &self.sequence {
+            Some(sequence) => Ok(sequence.exchange().check()?),
+            None => Ok(()),
+        }
     }
 
     /// Sets what blocks keep from now on, and returns the previous setting.
@@ -325,7 +352,7 @@ impl Engine {
         let ids = tokens.ids_on(self.device)?;
         let batch = self.batch(tokens)?;
         let masks = self.masks(0, batch.first_sample);
-        let rows = embedding::forward(&params, &ids, batch.documents.as_deref(), &masks)?;
+        let rows = embedding::forward(&params, &ids, &batch, &masks)?;
         Ok(Activation::new(rows, &batch))
     }
 
@@ -386,6 +413,11 @@ impl Engine {
             let grad_input = block.backward_tiled(x, grad, self.tiles, grads)?;
             return Ok(Activation::new(grad_input, &input.batch));
         }
+        if self.sequence.is_some() {
+            let (x, grad) = (&input.tensor, &grad_output.tensor);
+            let grad_input = block.backward_in_halves(x, grad, grads)?;
+            return Ok(Activation::new(grad_input, &input.batch));
+        }
         let leaf = input.tensor.f_detach()?.set_requires_grad(true);
         let output = block.forward(&leaf)?;
         let inputs: Vec<&Tensor> = block.params.all().iter().chain([&leaf]).collect();
@@ -411,10 +443,9 @@ impl Engine {
         let ids = tokens.ids_on(self.device)?;
         let batch = self.batch(tokens)?;
         let masks = self.masks(0, batch.first_sample);
-        let documents = batch.documents.as_deref();
         let (unit, grad) = (&self.units[0], &grad_output.tensor);
         let untrained = self.config.pad_token_id;
-        embedding::backward(unit, &ids, documents, &masks, grad, untrained, grads)
+        embedding::backward(unit, &ids, &batch, &masks, grad, untrained, grads)
     }
 
     /// Returns the operators of explicit blocks, if blocks have an explicit backward.
@@ -443,6 +474,7 @@ impl Engine {
             window: self.config.window(unit - 1),
             documents: batch.documents.clone(),
             masks: self.masks(unit, batch.first_sample),
+            sequence: self.sequence.as_ref(),
         })
     }
 
@@ -464,6 +496,7 @@ impl Engine {
             documents: batch.documents.clone(),
             window: self.config.window(unit - 1),
             cudnn: self.cudnn.as_ref(),
+            sequence: self.sequence.as_ref(),
             weights: BlockWeights::new(&self.units[1], weights)?,
         })
     }
@@ -506,7 +539,7 @@ impl Engine {
             tokens.ids.numel(),
             "inputs have no ignored tokens"
         );
-        let (_, seq_len) = tokens.shape();
+        let seq_len = tokens.seq_len();
         if seq_len > self.seq_len {
             return Err(ComputeError::SequenceTooLong {
                 seq_len,

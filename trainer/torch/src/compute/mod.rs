@@ -18,6 +18,7 @@
 //!   explicit/                           block and head with an explicit backward: how a GPU computes the forms that have one
 //!   params.rs, values.rs, tokens.rs, grads.rs    inputs and outputs
 //!   documents.rs                        several documents in a sequence
+//!   sequence.rs                         a sequence on several ranks
 //!   engine.rs, memory.rs                computation of a unit; the memory that it takes
 //! ```
 //!
@@ -37,6 +38,7 @@ mod linear;
 mod norm;
 mod params;
 mod positions;
+mod sequence;
 #[cfg(test)]
 mod tests;
 mod tiled;
@@ -50,6 +52,8 @@ pub use values::{Activation, AwayActivation, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels_torch::TorchError;
+use kernels_torch::collective::ExchangeError;
+use training_ranks::CollectiveError;
 
 /// Device that computes.
 #[derive(Clone, Debug)]
@@ -72,6 +76,9 @@ pub enum ComputeError {
     /// The GPU failed, or has too little memory.
     #[error(transparent)]
     Gpu(#[from] GpuError),
+    /// An exchange with the other ranks of a sequence failed.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
     /// The number of tokens differs from the micro-batch's.
     #[error(
         "a micro-batch of {micro_batch} sequences of {seq_len} tokens was given {count} tokens"
@@ -114,6 +121,15 @@ pub enum ComputeError {
         /// Bytes of the buffer.
         found: usize,
     },
+}
+
+impl From<ExchangeError> for ComputeError {
+    fn from(error: ExchangeError) -> Self {
+        match error {
+            ExchangeError::Collective(error) => Self::Collective(error),
+            ExchangeError::Torch(error) => Self::Torch(error),
+        }
+    }
 }
 
 impl From<tch::TchError> for ComputeError {

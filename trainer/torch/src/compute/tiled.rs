@@ -19,18 +19,6 @@ use super::linear::{at_least_fp32, linear, product_input};
 use super::{ComputeError, GradSink};
 use training_run::model::{Mlp, ParamRole};
 
-/// Parameters of the MLP.
-const HALF: [ParamRole; 8] = [
-    ParamRole::PostNorm,
-    ParamRole::PostNormBias,
-    ParamRole::Gate,
-    ParamRole::GateBias,
-    ParamRole::Up,
-    ParamRole::UpBias,
-    ParamRole::Down,
-    ParamRole::DownBias,
-];
-
 /// Parameters with rows or columns for each intermediate element, and the dimension of these.
 const SLICED: [(ParamRole, i64); 5] = [
     (ParamRole::Gate, 0),
@@ -85,9 +73,8 @@ impl AutogradBlock<'_> {
         tiles: usize,
         grads: &mut GradSink,
     ) -> Result<Tensor, ComputeError> {
-        let leaf = x.f_detach()?.set_requires_grad(true);
-        let attended = self.attended(&leaf)?;
-        let middle = attended.f_detach()?.set_requires_grad(true);
+        let attended = self.attended_tape(x)?;
+        let middle = attended.output.f_detach()?.set_requires_grad(true);
         let normed = self.norm(&middle, ParamRole::PostNorm, ParamRole::PostNormBias)?;
 
         let grad_fed = self.masks.apply(DropoutSite::MlpOut, grad_output)?;
@@ -103,11 +90,10 @@ impl AutogradBlock<'_> {
         let norms = self
             .params
             .indices(|member| matches!(member, ParamRole::PostNorm | ParamRole::PostNormBias));
-        let grad = self.back(&normed, &grad_normed, &middle, &norms, grads)?;
+        let of_middle = self.back(&[&normed], &[&grad_normed], &[&middle], &norms, grads)?;
         drop((normed, grad_normed));
-        let grad = grad_output.f_add(&grad)?;
-        let others = self.params.indices(|member| !HALF.contains(&member));
-        self.back(&attended, &grad, &leaf, &others, grads)
+        let grad = grad_output.f_add(&of_middle[0])?;
+        self.attended_backward(attended, &grad, grads)
     }
 
     /// Computes the backward pass of all chunks and returns the gradient of `normed`, in fp32 at least.
@@ -142,26 +128,6 @@ impl AutogradBlock<'_> {
             grads.add(param, Tensor::f_cat(&parts, *dim)?)?;
         }
         Ok(sum.expect("at least one chunk"))
-    }
-
-    /// Computes the backward pass from `output` to `input` and returns the gradient of `input`. Gradients of
-    /// `params` are added to `grads`.
-    fn back(
-        &self,
-        output: &Tensor,
-        grad_output: &Tensor,
-        input: &Tensor,
-        params: &[usize],
-        grads: &mut GradSink,
-    ) -> Result<Tensor, ComputeError> {
-        let all = self.params.all();
-        let inputs: Vec<&Tensor> = params.iter().map(|&at| &all[at]).chain([input]).collect();
-        let mut found = vjp(&[output], &[grad_output], &inputs)?;
-        let grad_input = found.pop().expect("each input has a gradient");
-        for (&param, grad) in params.iter().zip(found) {
-            grads.add(param, grad)?;
-        }
-        Ok(grad_input)
     }
 
     /// Computes the contribution of one chunk to the MLP output, without the last bias.

@@ -13,6 +13,8 @@ pub struct Tokens {
     pub(super) ids: Tensor,
     counted: usize,
     shape: (usize, usize),
+    /// Tokens of a whole sequence.
+    seq_len: usize,
     vocab_size: usize,
     batch: Batch,
 }
@@ -76,6 +78,7 @@ impl Tokens {
             ids: tensor,
             counted,
             shape: (micro_batch, seq_len),
+            seq_len,
             vocab_size,
             batch: Batch::default(),
         })
@@ -88,15 +91,22 @@ impl Tokens {
         self
     }
 
+    /// Says that they are the tokens from `first` on of sequences of `seq_len` tokens, which several ranks divide among themselves.
+    pub fn part_of(mut self, seq_len: usize, first: usize) -> Self {
+        self.seq_len = seq_len;
+        self.batch.first_token = first;
+        self
+    }
+
     /// Divides the sequences into documents, which are computed as if each were alone: positions begin again
     /// and attention does not leave a document. `starts` has their first tokens, counted over all sequences
-    /// and in order. The first token of a sequence begins one in any case.
+    /// and in order; of whole sequences, if these are a [part](Tokens::part_of). The first token of a sequence begins one in any case.
     ///
     /// # Errors
     /// Out of memory.
     pub fn in_documents(mut self, starts: &[usize]) -> Result<Self, ComputeError> {
-        let (micro_batch, seq_len) = self.shape;
-        let documents = Documents::new(starts, micro_batch, seq_len)?;
+        let (micro_batch, _) = self.shape;
+        let documents = Documents::new(starts, micro_batch, self.seq_len)?;
         self.batch.documents = documents.map(Rc::new);
         Ok(self)
     }
@@ -131,6 +141,11 @@ impl Tokens {
     /// Number of sequences, and of tokens in each.
     pub fn shape(&self) -> (usize, usize) {
         self.shape
+    }
+
+    /// Number of tokens in a whole sequence, of which these may be a part.
+    pub(super) fn seq_len(&self) -> usize {
+        self.seq_len
     }
 
     /// Upper limit (exclusive) of the ids.

@@ -21,12 +21,13 @@ mod watch;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{Comm, GpuComm};
+use kernels::gpu::Gpu;
+use kernels_torch::collective::{Comm, GpuComm, TensorExchange};
 use training_ranks::CollectiveError;
 
 pub use error::TrainError;
 
-use crate::compute::{self, Engine};
+use crate::compute::{self, ComputeError, Engine};
 use crate::ranks::{check_same_settings, connect, first_ranks_of, nodes_of, ranks_of};
 use crate::torch_support::torch_support;
 use inputs::InputPlace;
@@ -213,10 +214,12 @@ fn run_to_its_end(
         "the group of micro-batches (train.micro_batch_group)",
         &group,
     )?;
+    let sequence = connect_sequence(&settings, comm, prepared.gpu.as_ref())?;
     let node = keeps_copy.then(|| NodeRanks::connect(comm, prepared.gpu.as_ref()));
     let node = node.transpose()?;
     let (mut stepper, memory) = ranks.on_all_ranks("taking memory to compute in", || {
-        take_memory(&settings, &prepared, comm, gpus, node)
+        let (stepper, memory) = take_memory(&settings, &prepared, comm, gpus, node)?;
+        Ok::<_, TrainError>((stepper.in_sequence(sequence), memory))
     })?;
 
     let first = ranks.is_first();
@@ -383,6 +386,21 @@ fn export_result(
         out.display()
     );
     Ok(())
+}
+
+/// Connects the ranks that divide each sequence among themselves, if the settings want it; all ranks must call it.
+fn connect_sequence(
+    settings: &RunSettings,
+    comm: &Comm,
+    gpu: Option<&Gpu>,
+) -> Result<Option<Arc<TensorExchange>>, TrainError> {
+    match settings.batch.sequence_ranks {
+        1 => Ok(None),
+        ranks => {
+            let exchange = TensorExchange::connect(comm, ranks, gpu).map_err(ComputeError::from)?;
+            Ok(Some(Arc::new(exchange)))
+        }
+    }
 }
 
 /// Makes the engine, the storage of block inputs and the memory to compute in.

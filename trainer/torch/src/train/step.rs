@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use kernels::adamw::{Hyper, Master, Rounding};
 use kernels::gpu::Gpu;
+use kernels_torch::collective::TensorExchange;
 use swapper::Scratch;
 use test_hooks::kill_point::{Point, reach};
 
@@ -38,6 +39,8 @@ pub(super) struct Stepper {
     /// Sums of gradients between groups; `None` if there is one group.
     sums: Option<GroupSums>,
     shards: Shards,
+    /// The ranks that divide each sequence; `None` if this one has whole sequences.
+    sequence: Option<Arc<TensorExchange>>,
     gpu: Option<Gpu>,
     inputs: InputPlace,
     training: Arc<step_order::Pass>,
@@ -190,6 +193,7 @@ impl Stepper {
             )),
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
             next: None,
+            sequence: None,
             shards,
             engine,
             batch,
@@ -210,6 +214,15 @@ impl Stepper {
         self.inputs.attach(scratch, self.gpu.as_ref())
     }
 
+    /// Divides each sequence among the ranks of `sequence`.
+    pub(super) fn in_sequence(self, sequence: Option<Arc<TensorExchange>>) -> Self {
+        Self {
+            engine: self.engine.in_sequence(sequence.clone()),
+            sequence,
+            ..self
+        }
+    }
+
     /// Runs forward and backward over this rank's samples of the step that begins with `first_sample`. Every
     /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered. Calls `begins` before
     /// each part with words for it.
@@ -221,8 +234,12 @@ impl Stepper {
         trace: &Trace,
         begins: &mut dyn FnMut(&str),
     ) -> Result<Gradients, TrainError> {
-        // Ranks take the step's samples in order, as one rank would take them in more micro-batches.
-        let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
+        // Ranks take the step's samples in order, as one rank would take them in more micro-batches. Those that divide each sequence take
+        // the same samples.
+        let sequence_ranks = self.batch.sequence_ranks;
+        let group = u64::from(self.shards.rank() / sequence_ranks);
+        let groups = self.shards.count() as u64 / u64::from(sequence_ranks);
+        let own_sample = first_sample + group * self.batch.samples();
         let batches = match self.next.take() {
             Some((first, batches)) if first == own_sample => batches,
             _ => self.micro_batches(data, own_sample)?,
@@ -253,7 +270,7 @@ impl Stepper {
             if planned.turn == Turn::Reduce(EMBEDDING) {
                 // Nothing is left to compute, so the GPU and the network would wait for the next step's tokens later. That step
                 // reads them again and reports the error if they cannot be read.
-                let next = own_sample + self.batch.samples() * self.shards.count() as u64;
+                let next = own_sample + self.batch.samples() * groups;
                 let batches = self.micro_batches(data, next);
                 self.next = batches.ok().map(|batches| (next, batches));
             }
@@ -261,6 +278,7 @@ impl Stepper {
         begins("norm of the gradients");
         // Read last because this waits for the GPU; nothing before it does.
         let squares = mover::sum_squares(tiles)?;
+        self.engine.check()?;
         // This rank's part of the step's mean loss, weighted by its tokens.
         let loss = match own {
             0.0 => 0.0,
@@ -352,7 +370,15 @@ impl Stepper {
         done?;
         let loss = mean(&pass)?;
         self.shards.check()?;
-        Ok((loss, own))
+        self.engine.check()?;
+        let Some(sequence) = &self.sequence else {
+            return Ok((loss, own));
+        };
+        // Of the tokens of all ranks that divide the sequences.
+        let mut sums = [loss * own, own];
+        sequence.sum(&mut sums)?;
+        let [sum, counted] = sums;
+        Ok((sum / counted.max(1.0), counted))
     }
 
     /// Runs one turn of a pass with the weights it needs.
@@ -486,7 +512,7 @@ impl Stepper {
             .collect()
     }
 
-    /// Makes a micro-batch of windows; in training it carries the number of its first sample.
+    /// Makes a micro-batch of windows, or of this rank's part of each; in training it carries the number of its first sample.
     fn tokens(
         &self,
         windows: &Windows,
@@ -494,13 +520,21 @@ impl Stepper {
     ) -> Result<MicroBatch, TrainError> {
         let (rows, seq_len) = (self.batch.micro_batch, self.batch.seq_len);
         let vocab_size = self.engine.config().vocab_size;
-        let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?
+        let own_len = self.batch.own_seq_len();
+        let first_token = self.sequence.as_ref().map_or(0, |ranks| ranks.rank()) * own_len;
+        let own = |ids: &[i64]| -> Vec<i64> {
+            let parts = ids.chunks_exact(seq_len);
+            let parts = parts.map(|row| &row[first_token..first_token + own_len]);
+            parts.flatten().copied().collect()
+        };
+        let inputs = Tokens::inputs(&own(&windows.inputs), rows, own_len, vocab_size)?
+            .part_of(seq_len, first_token)
             .in_documents(&windows.documents)?;
         let inputs = match first_sample {
             Some(first) => inputs.numbered(first),
             None => inputs,
         };
-        let targets = Tokens::targets(&windows.targets, rows, seq_len, vocab_size)?;
+        let targets = Tokens::targets(&own(&windows.targets), rows, own_len, vocab_size)?;
         Ok(MicroBatch {
             inputs: self.engine.take_tokens(inputs)?,
             targets: self.engine.take_tokens(targets)?,

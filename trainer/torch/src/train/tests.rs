@@ -10,6 +10,7 @@
 //! there is one. `runs::parity` tests two ranks on GPUs.
 
 use std::cell::OnceCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -19,13 +20,15 @@ use std::time::{Duration, Instant};
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Gpu;
-use kernels_torch::collective::Comm;
+use kernels_torch::collective::{Comm, TensorExchange};
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{Backing, Daemon, Swapper, UninitTile};
 use tempfile::TempDir;
 use training_ranks::{Rendezvous, Timeouts, World};
+
+mod sequence;
 
 use super::inputs::InputPlace;
 use super::mover::{self, Shards, TilesIn};
@@ -191,6 +194,10 @@ impl Harness {
     }
 
     fn settings(&self, model: &Value, way: &Way, ranks: u32) -> RunSettings {
+        check(self.tree(model, way), "a test", Some(ranks)).unwrap()
+    }
+
+    fn tree(&self, model: &Value, way: &Way) -> Value {
         let mut tree = json!({
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": way.micro_batches,
@@ -212,7 +219,7 @@ impl Harness {
             tree["offload"]["socket"] = json!(drives.daemon.socket());
             tree["offload"]["activations"] = json!("nvme");
         }
-        check(tree, "a test", Some(ranks)).unwrap()
+        tree
     }
 
     fn data(&self, settings: &RunSettings) -> Data {
@@ -241,6 +248,8 @@ struct StepResults {
     evaluated: Option<f64>,
     /// Fingerprint of all updated weights.
     fingerprint: u64,
+    /// Parameters by their unit and first element, as stored; of those that this rank keeps.
+    params: BTreeMap<(usize, u64), Vec<u8>>,
 }
 
 impl StepResults {
@@ -253,7 +262,8 @@ impl StepResults {
 
 /// Checks that the tokens of the step after `step` were read.
 fn assert_read_ahead(stepper: &Stepper, settings: &RunSettings, rank: u32, step: u64) {
-    let own = u64::from(rank) * settings.batch.samples();
+    let group = rank / settings.batch.sequence_ranks;
+    let own = u64::from(group) * settings.batch.samples();
     let next = stepper.next.as_ref().map(|(sample, _)| *sample);
     assert_eq!(next, Some(step * settings.step_samples() + own));
 }
@@ -303,10 +313,10 @@ fn opened(
     settings: &RunSettings,
     way: &Way,
     gpu: Option<&Gpu>,
-    comm: Arc<Comm>,
+    ranks: &Ranks,
     first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
 ) -> (Stepper, mover::Tiles) {
-    let world = *comm.world();
+    let world = *ranks.comm.world();
     let hardware = Hardware::new(settings, &Overrides::default(), without_torch);
     let mut settings_of_group = settings.clone();
     settings_of_group.train.micro_batch_group = Some(way.group);
@@ -334,7 +344,13 @@ fn opened(
         Place::Own => Stage::Gradients,
         _ => Stage::Parameters,
     };
-    let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
+    let shards = Shards::new(
+        ranks.comm.clone(),
+        None,
+        &tiles.units,
+        tiles.tile_elems,
+        stage,
+    );
     let stays = |unit: usize| match way.place {
         Place::Gpu => true,
         // More blocks come than there are buffers, and one between them stays.
@@ -360,8 +376,9 @@ fn opened(
     let gpu = gpu.cloned();
     let inputs = InputPlace::from_plan(&plan, gpu.as_ref()).unwrap();
     let (batches, master) = ((batch, way.group, inputs), plan.format.master);
-    let (mut stepper, memory) =
+    let (stepper, memory) =
         Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards).unwrap();
+    let mut stepper = stepper.in_sequence(ranks.sequence.clone());
     let backend = memory.attach(backend);
     stepper.attach_scratch(backend.scratch()).unwrap();
     (stepper, backend)
@@ -373,11 +390,11 @@ fn steps(
     data: &Data,
     way: &Way,
     gpu: Option<&Gpu>,
-    comm: Arc<Comm>,
+    ranks: &Ranks,
     first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
 ) -> StepResults {
-    let rank = comm.world().rank;
-    let (mut stepper, mut backend) = opened(settings, way, gpu, comm, first_weights);
+    let rank = ranks.comm.world().rank;
+    let (mut stepper, mut backend) = opened(settings, way, gpu, ranks, first_weights);
     let mut steps = Vec::new();
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
@@ -402,9 +419,10 @@ fn steps(
         assert!(parts[0].starts_with("validation, micro-batches 1 to 2 of 2: "));
         loss.unwrap()
     });
-    let mut fingerprint = Fingerprint::default();
+    let (mut fingerprint, mut params) = (Fingerprint::default(), BTreeMap::new());
     backend
-        .visit(&mut |_, param, state| {
+        .visit(&mut |range, param, state| {
+            params.insert((range.unit, range.elems.start), param.to_vec());
             fingerprint.add(param);
             fingerprint.add(state);
         })
@@ -415,6 +433,7 @@ fn steps(
         steps,
         evaluated,
         fingerprint: fingerprint.finish(),
+        params,
     }
 }
 
@@ -430,16 +449,10 @@ fn random(plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]) {
 }
 
 /// Returns the bits of two steps of `model` with random weights, and of an evaluation after them.
-fn bits(
-    harness: &Harness,
-    model: &Value,
-    way: &Way,
-    gpu: Option<&Gpu>,
-    comm: Arc<Comm>,
-) -> Vec<u64> {
-    let settings = harness.settings(model, way, comm.world().ranks);
+fn bits(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>, ranks: &Ranks) -> Vec<u64> {
+    let settings = harness.settings(model, way, ranks.comm.world().ranks);
     let data = harness.data(&settings);
-    let found = steps(&settings, &data, way, gpu, comm, random).bits();
+    let found = steps(&settings, &data, way, gpu, ranks, random).bits();
     if let (Place::OnDrives, Some(drives)) = (way.place, harness.drives.get()) {
         drives.drop_job();
     }
@@ -447,7 +460,7 @@ fn bits(
 }
 
 fn alone(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
-    bits(harness, model, way, gpu, Arc::new(Comm::alone()))
+    bits(harness, model, way, gpu, &Ranks::alone())
 }
 
 /// Compares every way to compute a step with one that keeps nothing and gives each block its own buffer.
@@ -542,8 +555,8 @@ fn a_damaged_input_on_a_drive_is_an_error_that_names_its_tile() {
     };
     let settings = harness.settings(model, &way, 1);
     let data = harness.data(&settings);
-    let alone = Arc::new(Comm::alone());
-    let (mut stepper, mut tiles) = opened(&settings, &way, None, alone, random);
+    let alone = Ranks::alone();
+    let (mut stepper, mut tiles) = opened(&settings, &way, None, &alone, random);
     let file = harness.drives.get().expect("it was started").file();
     let before = std::fs::read(&file).unwrap();
     let mut begins = |part: &str| {
@@ -623,8 +636,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
                 group: 2,
                 place: Place::Shared,
             };
-            let alone = Arc::new(Comm::alone());
-            let found = steps(&settings, &data, &way, None, alone, from_file);
+            let found = steps(&settings, &data, &way, None, &Ranks::alone(), from_file);
             for (which, list) in ["losses", "grad_norms"].into_iter().enumerate() {
                 let theirs = library[name]["accumulated"][list].as_array().unwrap();
                 assert_eq!((found.steps.len(), theirs.len()), (10, 10));
@@ -647,23 +659,69 @@ const TEST_RENDEZVOUS_DIR: &str = "OFFLOADD_TEST_RENDEZVOUS_DIR";
 
 #[test]
 fn activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks() {
-    if let Some(rank) = std::env::var_os(TEST_RANK) {
-        let rank = rank.to_str().unwrap().parse().unwrap();
+    if let Some(rank) = test_rank() {
         return activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank);
     }
+    as_ranks(
+        "activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks",
+        2,
+    );
+}
+
+/// The connections of a rank in a test.
+struct Ranks {
+    comm: Arc<Comm>,
+    /// The ranks that divide each sequence.
+    sequence: Option<Arc<TensorExchange>>,
+}
+
+impl Ranks {
+    fn alone() -> Self {
+        Self {
+            comm: Arc::new(Comm::alone()),
+            sequence: None,
+        }
+    }
+
+    /// Connects rank `rank` of `ranks`, of which each `sequence_ranks` divide sequences.
+    fn connect(rank: u32, ranks: u32, sequence_ranks: u32) -> Self {
+        let world = World {
+            rank,
+            ranks,
+            local_rank: rank,
+            local_ranks: ranks,
+        };
+        let rendezvous_dir = std::env::var_os(TEST_RENDEZVOUS_DIR).unwrap();
+        let at = Rendezvous::Dir(rendezvous_dir.into());
+        let comm = Arc::new(Comm::connect(world, &at, Timeouts::default()).unwrap());
+        let exchange = || TensorExchange::connect(&comm, sequence_ranks, None).unwrap();
+        Self {
+            sequence: (sequence_ranks > 1).then(|| Arc::new(exchange())),
+            comm,
+        }
+    }
+}
+
+/// Number of the rank that this process is in a test.
+fn test_rank() -> Option<u32> {
+    let rank = std::env::var_os(TEST_RANK)?;
+    Some(rank.to_str().unwrap().parse().unwrap())
+}
+
+/// Runs the test `name` of this module in a process for each of `ranks`; all must succeed.
+fn as_ranks(name: &str, ranks: u32) {
     let rendezvous_dir = tempfile::tempdir().unwrap();
-    let ranks = ["0", "1"].map(|rank| {
-        let name =
-            "train::tests::activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks";
+    let start = |rank: u32| {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", name, "--nocapture"])
-            .env(TEST_RANK, rank)
+            .args(["--exact", &format!("train::tests::{name}"), "--nocapture"])
+            .env(TEST_RANK, rank.to_string())
             .env(TEST_RENDEZVOUS_DIR, rendezvous_dir.path())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap()
-    });
+    };
+    let ranks: Vec<_> = (0..ranks).map(start).collect();
     for rank in ranks {
         let output = rank.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
@@ -676,15 +734,7 @@ fn activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks() {
 }
 
 fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
-    let world = World {
-        rank,
-        ranks: 2,
-        local_rank: rank,
-        local_ranks: 2,
-    };
-    let rendezvous_dir = std::env::var_os(TEST_RENDEZVOUS_DIR).unwrap();
-    let at = Rendezvous::Dir(rendezvous_dir.into());
-    let comm = Arc::new(Comm::connect(world, &at, Timeouts::default()).unwrap());
+    let ranks = Ranks::connect(rank, 2, 1);
     let harness = Harness::new();
     for (name, model) in models() {
         let grouped = |keep, micro_batches, group| Way {
@@ -696,7 +746,7 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
             place: Place::Shared,
         };
         let way = |keep, micro_batches| grouped(keep, micro_batches, micro_batches as usize);
-        let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
+        let kept = |keep| bits(&harness, &model, &way(keep, 1), None, &ranks);
         let expected = kept(Checkpointing::default());
         // One process with the same samples rounds sums in another order. The last number is a fingerprint.
         let one = alone(&harness, &model, &way(Checkpointing::default(), 2), None);
@@ -709,7 +759,7 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
         }
         let of_group = |group| {
             let way = grouped(keeps(1)[0], GROUPED as u64, group);
-            bits(&harness, &model, &way, None, comm.clone())
+            bits(&harness, &model, &way, None, &ranks)
         };
         let together = of_group(GROUPED);
         for group in 1..GROUPED {

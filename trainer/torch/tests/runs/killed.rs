@@ -31,11 +31,12 @@ pub(crate) struct NewestState {
 }
 
 impl KilledRuns {
-    /// Makes the reference run with this number of ranks and steps.
+    /// Makes the reference run with this number of ranks and steps. It has the settings `of_all`, those that are killed also `sets`.
     pub(crate) fn new(
         ranks: u32,
         steps_count: u64,
         commit_every: u64,
+        of_all: &[&str],
         sets: &[&str],
         seed: u64,
     ) -> Self {
@@ -49,6 +50,7 @@ impl KilledRuns {
                 "train.checkpoints_kept=0",
             ],
         );
+        let whole = whole.with(of_all);
         succeed(command(&whole, ranks));
         let mut all = harness.nvme();
         all.extend([
@@ -57,7 +59,7 @@ impl KilledRuns {
             "train.checkpoints_kept=2".into(),
             format!("offload.commit_every={commit_every}"),
         ]);
-        all.extend(sets.iter().map(|set| (*set).to_owned()));
+        all.extend(of_all.iter().chain(sets).map(|set| (*set).to_owned()));
         Self {
             harness,
             whole,

@@ -186,7 +186,10 @@ fn two_nodes_train_as_two_ranks_of_one_node_bit_for_bit() {
                 "offload.staging_bytes=200000",
             ][..],
         ),
-        ("memory", &["offload.gradients=cpu"]),
+        (
+            "memory",
+            &["offload.gradients=cpu", "train.sequence_parallel=2"],
+        ),
     ];
     for &(name, sets) in &all[..if all_cases() { 2 } else { 1 }] {
         let nodes = on_nodes(&harness, name, &[1, 1]).with(sets);

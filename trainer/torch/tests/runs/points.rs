@@ -99,7 +99,7 @@ fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
             if wanted.is_none() {
                 points = points.into_iter().skip(first).step_by(2).collect();
             }
-            let mut killed = KilledRuns::new(1, STEPS, commit_every, sets, seed);
+            let mut killed = KilledRuns::new(1, STEPS, commit_every, &[], sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
             while kills < wanted.unwrap_or(1) {

@@ -62,11 +62,16 @@ fn one_two_three_and_four_ranks_learn_the_same() {
     assert_eq!(evaluations(&alone).len(), 2);
     assert!(expected[19] < expected[0] - 0.3, "it learns: {expected:?}");
     // stages.rs compares two with one, and resumes with four.
-    let counts = if all_cases() { &[3, 2, 4][..] } else { &[3] };
-    for &ranks in counts {
-        let run = harness.run(&format!("ranks-{ranks}"), &sets);
+    // Of the second number, each divides a sequence.
+    let counts = match all_cases() {
+        true => &[(3, 1), (2, 2), (2, 1), (4, 1), (4, 2)][..],
+        false => &[(3, 1), (2, 2)],
+    };
+    for &(ranks, sequence_ranks) in counts {
+        let what = format!("{ranks} ranks, {sequence_ranks} for each sequence");
+        let divided = format!("train.sequence_parallel={sequence_ranks}");
+        let run = harness.run(&what, &sets).with(&[divided]);
         let said = succeed(run.launch(ranks));
-        let what = format!("{ranks} ranks");
         assert_close(&losses(&run), &expected, &what);
         assert_close(&evaluations(&run), &evaluations(&alone), &what);
         let done = said.lines().filter(|line| line.starts_with("done:"));
@@ -99,16 +104,16 @@ fn the_place_of_tiles_changes_no_bit_with_several_ranks() {
 
 #[test]
 fn one_and_three_ranks_resume_what_two_committed() {
-    goes_on_with_other_ranks(|harness| harness.nvme());
+    goes_on_with_other_ranks(|harness| harness.nvme(), 1);
 }
 
 #[test]
 fn one_and_three_ranks_resume_what_two_saved() {
-    goes_on_with_other_ranks(|_| none());
+    goes_on_with_other_ranks(|_| none(), 2);
 }
 
-/// Trains with two ranks, then one, then three, then two, and compares with a run of one rank.
-fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
+/// Trains with two ranks, then one, then three, then two, and compares with a run of one rank. Of two, `sequence_ranks` divide each sequence.
+fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>, sequence_ranks: u32) {
     let harness = Harness::new();
     let sets = [&FP32[..], &["train.steps=8"]].concat();
     let alone = harness.run("alone", &sets);
@@ -118,7 +123,9 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
         let run = harness.run("run", &sets).with(&stop_after);
         run.with(&devices(&harness))
     };
-    succeed(until(2).launch(2));
+    let divided = format!("train.sequence_parallel={sequence_ranks}");
+    let with_two = |step| until(step).with(&[&divided]).launch(2);
+    succeed(with_two(2));
     let two_ranks = until(2).fingerprint();
     assert!(two_ranks.starts_with("step 2\n"), "{two_ranks}");
     let said = until(4).train();
@@ -127,6 +134,10 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
         said.contains("note: the number of ranks was 2 up to step 2 and is 1"),
         "{said}"
     );
+    if sequence_ranks > 1 {
+        let note = "train.sequence_parallel was 2 up to step 2 and is the default";
+        assert!(said.contains(note), "{said}");
+    }
     // Three ranks read what one committed without changing it: they stop before their first step.
     let before = until(4).fingerprint();
     let said = succeed(until(4).launch(3));
@@ -134,7 +145,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
     assert_eq!(before, until(4).fingerprint(), "reading changes nothing");
     let said = succeed(until(6).launch(3));
     assert!(said.contains("resumed at step 4"), "{said}");
-    let said = succeed(until(8).launch(2));
+    let said = succeed(with_two(8));
     assert!(said.contains("resumed at step 6"), "{said}");
     assert_close(&losses(&until(8)), &losses(&alone), "2, 1, 3, 2 ranks");
 }
@@ -142,15 +153,20 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
 #[test]
 fn a_killed_rank_ends_the_others_and_the_run_resumes() {
     let harness = Harness::new();
-    for (name, devices, victims) in [
-        ("store", harness.nvme(), [1, 0]),
-        ("memory", none(), [0, 1]),
+    for (name, devices, ranks, victims) in [
+        ("store", harness.nvme(), 3, [1, 0]),
+        ("sequence", harness.nvme(), 2, [1, 0]),
+        ("memory", none(), 3, [0, 1]),
     ] {
-        let long = ["train.steps=100000", "scheduler={}"];
+        let divided = match name {
+            "sequence" => "train.sequence_parallel=2",
+            _ => "train.sequence_parallel=1",
+        };
+        let long = ["train.steps=100000", "scheduler={}", divided];
         let run = harness.run(name, &long).with(&devices);
         for &victim in &victims[..if all_cases() { 2 } else { 1 }] {
             let begun = run.steps_written();
-            let child = until(spawn(run.launch(3)), "three steps", || {
+            let child = until(spawn(run.launch(ranks)), "three steps", || {
                 run.steps_written() >= begun + 3
             });
             kill_process(rank_of(&child, victim), Signal::KILL).unwrap();
@@ -167,7 +183,7 @@ fn a_killed_rank_ends_the_others_and_the_run_resumes() {
             );
             assert!(err.contains(&format!("rank {victim}")), "{err}");
             let committed = run.steps_written();
-            if name == "store" {
+            if name != "memory" {
                 let fingerprint = run.fingerprint();
                 let step = fingerprint.lines().next().unwrap().strip_prefix("step ");
                 let step: u64 = step.unwrap().parse().unwrap();

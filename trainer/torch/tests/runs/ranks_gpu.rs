@@ -113,6 +113,54 @@ fn two_gpus_learn_the_same_in_every_stage() {
 }
 
 #[test]
+fn two_gpus_that_divide_each_sequence_learn_like_one() {
+    if gpus("two_gpus_that_divide_each_sequence_learn_like_one").is_none() {
+        return;
+    }
+    let harness = Harness::new();
+    let losses = |run: &Run| -> Vec<f64> {
+        let metrics = run.metrics();
+        let of = |line: &serde_json::Value| line["loss"].as_f64().expect("a number");
+        metrics.iter().map(of).collect()
+    };
+    for (dtype, tolerance) in [("bf16.enabled=false", 1e-4), ("bf16.enabled=true", 2e-2)] {
+        let sets = [&SETS[..], &["train.steps=12", dtype]].concat();
+        let alone = harness
+            .run(&format!("alone-{dtype}"), &sets)
+            .with(&tier("none"));
+        alone.train();
+        let expected = losses(&alone);
+        for (name, devices, more) in [
+            ("full", tier("none"), "train.activation_checkpointing=full"),
+            (
+                "attention",
+                tier("cpu"),
+                "train.activation_checkpointing=attention",
+            ),
+            (
+                "matmuls",
+                harness.nvme(),
+                "train.activation_checkpointing=matmuls",
+            ),
+            ("away", tier("cpu"), "offload.activations=cpu"),
+            ("chunks", tier("cpu"), "train.mlp_chunks=2"),
+            ("groups", tier("none"), "train.micro_batch_group=2"),
+        ] {
+            let name = format!("{name}-{dtype}");
+            let run = harness.run(&name, &sets).with(&devices);
+            let run = run.with(&["train.sequence_parallel=2", more]);
+            succeed(run.launch(2));
+            let found = losses(&run);
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                let off = ((found - expected) / expected).abs();
+                assert!(off < tolerance, "{name}: {found}, not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
 fn more_ranks_than_gpus_are_refused_by_all_of_them() {
     let count = match Gpu::count() {
         Ok(count) if count > 0 => count,

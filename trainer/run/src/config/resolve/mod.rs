@@ -6,6 +6,7 @@ mod offload;
 mod optimizer;
 mod placement;
 mod precision;
+mod sequence;
 mod train;
 
 use training_settings::resolve::batch::{self, Sizes};
@@ -15,7 +16,10 @@ use training_settings::resolve::{
 use training_settings::resolve::{optimizer as any_optimizer, reports, schedule};
 
 use super::toml::{ConfigToml, TrainToml};
-use super::{Batch, LrSchedule, Reader, Remarks, RunSettings, SettingsError, WrittenFor};
+use super::{
+    Batch, LrSchedule, Reader, Remarks, RunSettings, SettingsError, TrainSettings, WrittenFor,
+};
+use model::ResolvedModel;
 
 /// Longest sequence; a larger value is taken for a typing error.
 const SEQ_LEN_MAX: u64 = 1 << 20;
@@ -96,9 +100,7 @@ pub(super) fn resolve(
         data.as_ref(),
         faults,
     );
-    if let (Some(model), Some(train)) = (&model, &train) {
-        faults.collect(train::check_mlp_chunks(train.mlp_chunks, &model.config));
-    }
+    check_with(&model, &batch, (seq_len, ranks), &train, faults);
     let device = train.as_ref().map(|train| train.device);
     let offload = offload::offload(&config, placement.as_ref(), device, &mut said.notes, faults);
     let reports = train.as_ref().and_then(|train| {
@@ -156,6 +158,23 @@ pub(super) fn resolve(
     })
 }
 
+/// Checks what depends on the model, as far as all of it is known.
+fn check_with(
+    model: &Option<ResolvedModel>,
+    batch: &Option<(Batch, u32)>,
+    (seq_len, ranks): (Option<u64>, Option<u32>),
+    train: &Option<TrainSettings>,
+    faults: &mut Faults,
+) {
+    let Some(model) = model else { return };
+    if let (Some((batch, _)), Some(_)) = (batch, seq_len) {
+        faults.collect(sequence::check(batch, ranks, model));
+    }
+    if let Some(train) = train {
+        faults.collect(train::check_mlp_chunks(train.mlp_chunks, &model.config));
+    }
+}
+
 /// The schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
 fn lr_schedule(
     config: &ConfigToml,
@@ -188,7 +207,9 @@ fn batch(
         micro: config.train_micro_batch_size_per_gpu,
         accumulated: config.gradient_accumulation_steps,
     };
-    let Some(found) = batch::batch(given, ranks)? else {
+    let sequence_ranks = sequence::ranks(config, ranks)?;
+    let groups = ranks.map(|ranks| ranks / sequence_ranks);
+    let Some(found) = batch::batch(given, groups, sequence_ranks)? else {
         return Err(SettingsError::Missing {
             key: "train_micro_batch_size_per_gpu",
             message: "set it, or train_batch_size",
@@ -198,8 +219,9 @@ fn batch(
         micro_batch: found.micro_batch as usize,
         micro_batches: found.micro_batches as usize,
         seq_len: seq_len as usize,
+        sequence_ranks,
     };
-    Ok((batch, found.ranks as u32))
+    Ok((batch, found.ranks as u32 * sequence_ranks))
 }
 
 /// Value of `train.steps` before [`RunSettings::set_windows`](super::RunSettings::set_windows) in a run whose length is set in epochs.

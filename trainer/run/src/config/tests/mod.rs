@@ -60,7 +60,8 @@ fn a_short_run_file_gets_defaults() {
         Batch {
             micro_batch: 2,
             micro_batches: 1,
-            seq_len: 32
+            seq_len: 32,
+            sequence_ranks: 1,
         }
     );
     assert_eq!(run.gradient_clipping, 1.0);
@@ -145,6 +146,120 @@ fn ranks_share_the_batch() {
         ("train_batch_size", json!(8)),
     ];
     assert_eq!(run_of(Some(4), &micro).unwrap().batch.micro_batch, 2);
+    // Ranks that divide each sequence count once.
+    let divided = |number: u64| {
+        [
+            ("train_batch_size", json!(number)),
+            ("train.sequence_parallel", json!(2)),
+        ]
+    };
+    assert_eq!(batch(Some(4), &divided(16)).unwrap(), (4, 4, 16));
+    assert_eq!(batch(Some(2), &divided(16)).unwrap(), (8, 2, 16));
+    assert_eq!(batch(None, &divided(16)).unwrap(), (8, 2, 16));
+    let as_in_deepspeed = [
+        ("train_batch_size", json!(16)),
+        ("sequence_parallel_size", json!(2)),
+    ];
+    assert_eq!(batch(Some(4), &as_in_deepspeed).unwrap(), (4, 4, 16));
+    let run = run_of(Some(4), &divided(16)).unwrap();
+    assert_eq!((run.sequence_groups(), run.step_tokens()), (2, 16 * 32));
+    assert_eq!(
+        (run.batch.own_seq_len(), run.batch.micro_batch_tokens()),
+        (16, 32)
+    );
+    let text = batch(Some(6), &divided(16)).unwrap_err().to_string();
+    assert!(text.contains("= 2 * 3 groups of 2 ranks"), "{text}");
+}
+
+#[test]
+fn sequences_that_ranks_cannot_divide_are_refused_with_numbers_that_can() {
+    let heads = |heads: u64, kv_heads: u64| {
+        vec![
+            ("model.num_attention_heads", json!(heads)),
+            ("model.num_key_value_heads", json!(kv_heads)),
+        ]
+    };
+    let none = || heads(4, 4);
+    for (count, ranks, changes, expected) in [
+        (
+            0,
+            Some(4),
+            none(),
+            Some("train.sequence_parallel: 0: must be 1 to 4096"),
+        ),
+        (1, Some(3), none(), None),
+        (2, Some(4), none(), None),
+        (4, Some(4), none(), None),
+        (
+            2,
+            Some(1),
+            none(),
+            Some("2: the run has 1 rank, which is no multiple of it: start a multiple of 2"),
+        ),
+        (
+            2,
+            Some(3),
+            none(),
+            Some("2: the run has 3 ranks, which is no multiple of it"),
+        ),
+        (
+            3,
+            None,
+            none(),
+            Some(
+                "3: each rank has the same number of tokens, and train.seq_len = 32 is no multiple of 3; these numbers can: 2, 4",
+            ),
+        ),
+        (
+            8,
+            Some(8),
+            none(),
+            Some("model.num_attention_heads = 4 is no multiple of 8; these numbers can: 2, 4"),
+        ),
+        (8, Some(24), heads(4, 4), Some("these numbers can: 2, 4")),
+        // Ranks of 2 that are no multiple of 4.
+        (8, Some(8), heads(2, 1), Some("these numbers can: 2")),
+        // Several ranks have the same key head.
+        (4, Some(4), heads(8, 2), None),
+        (8, Some(8), heads(8, 1), None),
+        (
+            4,
+            Some(4),
+            [heads(12, 6), vec![("model.head_dim", json!(16))]].concat(),
+            Some(
+                "model.num_key_value_heads = 6 is neither a multiple nor a divisor of 4; these numbers can: 2",
+            ),
+        ),
+        (
+            2,
+            Some(2),
+            [heads(3, 3), vec![("model.head_dim", json!(16))]].concat(),
+            Some("no other number of ranks can divide it either"),
+        ),
+        (
+            2,
+            Some(2),
+            [none(), vec![("model.attention_dropout", json!(0.1))]].concat(),
+            Some("2: dropout is decided for whole sequences"),
+        ),
+        (
+            1,
+            Some(2),
+            [none(), vec![("model.attention_dropout", json!(0.1))]].concat(),
+            None,
+        ),
+    ] {
+        let changes = [&[("train.sequence_parallel", json!(count))], &changes[..]].concat();
+        let found = run_of(ranks, &changes).map(|run| run.batch.sequence_ranks);
+        match (found, expected) {
+            (Ok(found), None) => assert_eq!(u64::from(found), count),
+            (Err(error), Some(expected)) => {
+                let text = error.to_string();
+                assert!(text.contains(expected), "{changes:?}: {text}");
+            }
+            (found, expected) => panic!("{changes:?}: {found:?}, expected {expected:?}"),
+        }
+    }
 }
 
 #[test]

@@ -204,7 +204,7 @@ pub(super) fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static
                 json!({"_comment": "models it fits", "tensor_parallel": {"autotp_size": 2}}),
             ]),
             Err(
-                "tensor_parallel is DeepSpeed's but not supported here: leave it out: only data parallelism is supported",
+                "tensor_parallel is DeepSpeed's but not supported here: leave it out: ranks divide batches and sequences",
             ),
         ),
         (

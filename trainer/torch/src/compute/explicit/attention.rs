@@ -64,6 +64,18 @@ impl Shape {
         ])
     }
 
+    /// Returns query, key and value of `qkv` [rows, columns], each [micro_batch, seq_len, width].
+    pub(super) fn projected(&self, qkv: &Tensor) -> Result<[Tensor; 3], ComputeError> {
+        let all = qkv.f_view([self.micro_batch, self.seq_len, -1])?;
+        let part =
+            |start: i64, heads: i64| all.f_narrow(2, start * self.head_dim, heads * self.head_dim);
+        Ok([
+            part(0, self.heads)?,
+            part(self.heads, self.kv_heads)?,
+            part(self.heads + self.kv_heads, self.kv_heads)?,
+        ])
+    }
+
     /// Returns `x` [rows, heads * head_dim] as [micro_batch, heads, seq_len, head_dim].
     fn by_head(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         let shape = [self.micro_batch, self.seq_len, self.heads, self.head_dim];
@@ -183,16 +195,9 @@ pub(super) fn normed_attention(
     qkv: &Tensor,
     keep: bool,
 ) -> Result<Attention, ComputeError> {
-    let all = qkv.f_view([shape.micro_batch, shape.seq_len, -1])?;
     let leaf = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach()?.set_requires_grad(keep));
-    let part = |start: i64, heads: i64| {
-        leaf(&all.f_narrow(2, start * shape.head_dim, heads * shape.head_dim)?)
-    };
-    let leaves = [
-        part(0, shape.heads)?,
-        part(shape.heads, shape.kv_heads)?,
-        part(shape.heads + shape.kv_heads, shape.kv_heads)?,
-    ];
+    let [query, key, value] = &shape.projected(qkv)?;
+    let leaves = [leaf(query)?, leaf(key)?, leaf(value)?];
     // The graph owns these values: when backward runs, the unit's buffer may hold another unit.
     let copy = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach_copy()?.set_requires_grad(keep));
     let norms = [copy(norms[0])?, copy(norms[1])?];

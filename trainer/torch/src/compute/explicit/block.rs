@@ -11,6 +11,7 @@ use super::products::{LargestValues, Products};
 use super::projection::Projection;
 use crate::compute::documents::Documents;
 use crate::compute::positions::Rotary;
+use crate::compute::sequence::Sequence;
 use crate::compute::values::size_bytes;
 use crate::compute::{ComputeError, GradSink, UnitWeights};
 use training_run::computation::ActivationCheckpointing;
@@ -73,7 +74,7 @@ impl BlockWeights {
 /// something still refers to them).
 #[derive(Default)]
 pub(crate) struct KeptActivations {
-    attended: Option<Attention>,
+    attended: Option<BlockAttention>,
     /// Sum of the input and the attention output.
     sum: Option<Tensor>,
     gate_up: Option<Tensor>,
@@ -93,15 +94,32 @@ impl KeptActivations {
     /// Bytes of the kept values, without the largest values, a kibibyte each.
     pub(crate) fn size_bytes(&self) -> usize {
         let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
-        let attended = self.attended.as_ref().map_or(0, Attention::size_bytes);
+        let attended = self.attended.as_ref().map_or(0, BlockAttention::size_bytes);
         tensors.map(size_bytes).sum::<usize>() + attended
+    }
+}
+
+/// Attention, and its output for the tokens of this rank.
+struct BlockAttention {
+    attention: Attention,
+    /// [rows, heads * head_dim]; `None` if it is attention's own output.
+    exchanged: Option<Tensor>,
+}
+
+impl BlockAttention {
+    fn attn_out(&self) -> &Tensor {
+        self.exchanged.as_ref().unwrap_or(&self.attention.attn_out)
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.attention.size_bytes() + self.exchanged.as_ref().map_or(0, size_bytes)
     }
 }
 
 /// Values of a block up to gate and up, which its backward pass needs.
 struct BlockActivations {
     first: NormOutput,
-    attended: Attention,
+    attended: BlockAttention,
     sum: Tensor,
     second: NormOutput,
     gate_up: Tensor,
@@ -119,6 +137,8 @@ pub(crate) struct Block<'a> {
     pub(crate) window: Option<usize>,
     /// cuDNN's attention; `None`: torch's.
     pub(crate) cudnn: Option<&'a CudnnAttention>,
+    /// The ranks that divide each sequence; `None` if this one has whole sequences.
+    pub(crate) sequence: Option<&'a Sequence>,
     pub(crate) weights: BlockWeights,
 }
 
@@ -200,12 +220,10 @@ impl Block<'_> {
         // The output projection and attention.
         let grad = products.gradient(&grad_sum)?;
         let (projection, of) = (&weights.out, &largest.out);
-        projection.add_grads(products, grads, &grad, &attended.attn_out, of)?;
+        projection.add_grads(products, grads, &grad, attended.attn_out(), of)?;
         let grad_mixed = projection.back(products, &grad, of)?;
         drop(grad);
-        let (grad_qkv, grad_head_norms) =
-            attended.backward(ops, &self.rotary, &self.means(), &grad_mixed)?;
-        drop(grad_mixed);
+        let (grad_qkv, grad_head_norms) = self.attended_backward(shape, attended, grad_mixed)?;
         for (norm, grad) in weights.head_norms.iter().flatten().zip(grad_head_norms) {
             grads.add(norm.at, grad)?;
         }
@@ -257,14 +275,7 @@ impl Block<'_> {
             Some(attended) => attended,
             None => {
                 let qkv = (weights.qkv).forward(products, &first.output, &largest.qkv)?;
-                let (rotary, means) = (&self.rotary, self.means());
-                match weights.head_norms() {
-                    None => attention(ops, rotary, shape, &means, &qkv, graph)?,
-                    Some(norms) => {
-                        let config = self.config;
-                        normed_attention(config, rotary, norms, shape, &means, &qkv, graph)?
-                    }
-                }
+                self.attended(shape, qkv, graph)?
             }
         };
         let (sum, second) = match kept.sum {
@@ -273,7 +284,7 @@ impl Block<'_> {
                 (sum, second)
             }
             None => {
-                let attn_out = &attended.attn_out;
+                let attn_out = attended.attn_out();
                 let added = weights.out.forward(products, attn_out, &largest.out)?;
                 ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
             }
@@ -290,6 +301,78 @@ impl Block<'_> {
             gate_up,
             largest,
         })
+    }
+}
+
+impl Block<'_> {
+    /// Computes attention of `qkv` [rows, columns]. With `graph`, records its graph. Ranks that divide each sequence exchange query, key and
+    /// value first, and the output afterwards.
+    fn attended(
+        &self,
+        shape: Shape,
+        qkv: Tensor,
+        graph: bool,
+    ) -> Result<BlockAttention, ComputeError> {
+        let Some(sequence) = self.sequence else {
+            return Ok(BlockAttention {
+                attention: self.attention(self.config, shape, &qkv, graph)?,
+                exchanged: None,
+            });
+        };
+        let [query, key, value] = &shape.projected(&qkv)?;
+        let shared = sequence.qkv_to_heads([query, key, value])?;
+        drop(qkv);
+        let (micro_batch, seq_len, columns) = shared.size3()?;
+        let config = sequence.attention_config();
+        let of_heads = Shape::new(config, micro_batch, seq_len);
+        let shared = shared.f_view([of_heads.rows(), columns])?;
+        let attention = self.attention(config, of_heads, &shared, graph)?;
+        let attn_out = &attention.attn_out;
+        let own = sequence.output_to_tokens(&attn_out.f_view([micro_batch, seq_len, -1])?)?;
+        Ok(BlockAttention {
+            exchanged: Some(own.f_view([shape.rows(), -1])?),
+            attention,
+        })
+    }
+
+    fn attention(
+        &self,
+        config: &ModelConfig,
+        shape: Shape,
+        qkv: &Tensor,
+        graph: bool,
+    ) -> Result<Attention, ComputeError> {
+        let (rotary, means) = (&self.rotary, self.means());
+        match self.weights.head_norms() {
+            None => attention(self.ops, rotary, shape, &means, qkv, graph),
+            Some(norms) => normed_attention(config, rotary, norms, shape, &means, qkv, graph),
+        }
+    }
+
+    /// Computes the gradient of query, key and value, [rows, columns], from that of the attention output; also those of the norms of heads.
+    fn attended_backward(
+        &self,
+        shape: Shape,
+        attended: BlockAttention,
+        grad_mixed: Tensor,
+    ) -> Result<(Tensor, Vec<Tensor>), ComputeError> {
+        let (attention, means) = (attended.attention, self.means());
+        let Some(sequence) = self.sequence else {
+            return attention.backward(self.ops, &self.rotary, &means, &grad_mixed);
+        };
+        let by_token = [shape.micro_batch, shape.seq_len, -1];
+        let grad = sequence.grads_to_heads(&grad_mixed.f_view(by_token)?)?;
+        drop((grad_mixed, attended.exchanged));
+        let width = grad.size()[2];
+        let grad = grad.f_view([-1, width])?;
+        let (grad_shared, grad_norms) =
+            attention.backward(self.ops, &self.rotary, &means, &grad)?;
+        drop(grad);
+        let columns = grad_shared.size()[1];
+        let grads =
+            sequence.grads_to_tokens(&grad_shared.f_view([shape.micro_batch, -1, columns])?)?;
+        let packed = Tensor::f_cat(&grads, 2)?;
+        Ok((packed.f_view([shape.rows(), -1])?, grad_norms))
     }
 }
 

@@ -49,6 +49,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
             params,
             window: config.window(layer),
             masks: masks(layer + 1),
+            sequence: None,
         };
         x = block.forward(&x).unwrap();
     }
