@@ -197,6 +197,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
             "tokens_per_step": settings.step_tokens(),
             "gradient_accumulation_steps": settings.batch.micro_batches,
             "ranks": settings.ranks,
+            "sequence_parallel": settings.batch.sequence_ranks,
             "nodes": args.machine.nodes,
             "hardware": hardware,
             "places": places,
@@ -205,7 +206,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
         return Ok(());
     }
     outln!(
-        "model     {:.2} G parameters, {} tokens in a step, {} {}",
+        "model     {:.2} G parameters, {} tokens in a step, {} {}{}",
         model.params_count() as f64 / 1e9,
         settings.step_tokens(),
         settings.ranks,
@@ -213,6 +214,10 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
             "process"
         } else {
             "processes"
+        },
+        match settings.batch.sequence_ranks {
+            1 => String::new(),
+            ranks => format!(", {ranks} for each sequence"),
         }
     );
     outln!("{hardware}");

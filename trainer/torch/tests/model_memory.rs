@@ -177,6 +177,7 @@ fn the_computation_takes_no_more_memory_than_planned() {
             &case.dropout,
             case.dtype,
             Work {
+                sequence_ranks: 1,
                 micro_batch: case.micro_batch,
                 seq_len: case.seq_len,
                 micro_batches: case.micro_batches,

@@ -32,6 +32,8 @@ pub struct Work {
     pub micro_batch: usize,
     /// Tokens in a sequence.
     pub seq_len: usize,
+    /// Ranks that divide each sequence among themselves.
+    pub sequence_ranks: usize,
     /// Micro-batches summed in a step; with two or more, sums are fp32.
     pub micro_batches: usize,
     /// Chunks of a block's MLP.
@@ -42,17 +44,30 @@ pub struct Work {
     pub deterministic: bool,
 }
 
+impl Work {
+    /// Tokens of a micro-batch on one rank.
+    fn tokens(&self) -> u64 {
+        (self.micro_batch * self.seq_len / self.sequence_ranks) as u64
+    }
+}
+
+/// Widths of what ranks exchange that divide each sequence, for each token of a rank: of query, key and value, and of the attention output;
+/// 0 for whole sequences.
+pub fn exchanged_widths(config: &ModelConfig, sequence_ranks: usize) -> [u64; 2] {
+    if sequence_ranks == 1 {
+        return [0, 0];
+    }
+    let own = config.with_heads_of_rank(sequence_ranks);
+    let all = |heads: usize| (sequence_ranks * heads * own.head_dim()) as u64;
+    [all(own.heads + 2 * own.kv_heads), all(own.heads)]
+}
+
 /// Returns the most bytes that torch takes at a time for micro-batches of `micro_batch` sequences of
 /// `seq_len` tokens, besides weights and kept activations.
 pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work: Work) -> u64 {
-    let Work {
-        micro_batch,
-        seq_len,
-        micro_batches,
-        ..
-    } = work;
+    let micro_batches = work.micro_batches;
     let units = unit_layouts(config);
-    let tokens = (micro_batch * seq_len) as u64;
+    let tokens = work.tokens();
     let elem_bytes = dtype.elem_bytes() as u64;
     let elems = |unit: &UnitLayout| unit.elems as u64;
     let (embedding, block, head) = (
@@ -106,6 +121,7 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
     let Work {
         micro_batch,
         seq_len,
+        sequence_ranks,
         tiles,
         ..
     } = work;
@@ -124,6 +140,10 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
     if form.qk_norm {
         kept_elems += 6 * attention;
     }
+    // Query, key and value as sent, received and joined, and as leaves of a graph of their own; the attention output before and after its
+    // exchange, and its gradient.
+    let [projected, output] = exchanged_widths(config, sequence_ranks);
+    kept_elems += 4 * projected + 3 * output;
     if dropout.residual > 0.0 {
         // Twice: the mask and the scaled result; before that, the random numbers.
         kept_elems += 4 * hidden;
@@ -135,8 +155,7 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
     }
     // Gradients that exist at the same time, at the widest tensor.
     let flying_elems = 4 * hidden.max(attention).max(feed_forward);
-    let tokens = (micro_batch * seq_len) as u64;
-    tokens * (kept_elems + flying_elems) * WIDE_BYTES
+    work.tokens() * (kept_elems + flying_elems) * WIDE_BYTES
         + weights_bytes(config, dropout, micro_batch, seq_len)
 }
 
@@ -190,6 +209,7 @@ pub fn device_working_bytes(
     let Work {
         micro_batch,
         seq_len,
+        sequence_ranks,
         micro_batches,
         tiles,
         attention,
@@ -197,7 +217,7 @@ pub fn device_working_bytes(
         deterministic,
     } = work;
     let units = unit_layouts(config);
-    let tokens = (micro_batch * seq_len) as u64;
+    let tokens = work.tokens();
     let elem_bytes = dtype.elem_bytes() as u64;
     let elems = |unit: &UnitLayout| unit.elems as u64;
     let (embedding, block, head) = (
@@ -211,6 +231,9 @@ pub fn device_working_bytes(
     let key = (config.kv_heads * config.head_dim()) as u64;
     let feed_forward = config.intermediate_size as u64;
     let projected = query + 2 * key;
+    let [exchanged, exchanged_output] = exchanged_widths(config, sequence_ranks);
+    // Of which ranks that divide sequences have those of their heads.
+    let shared = projected.max(exchanged);
     let repeated = match attention {
         AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
         _ => 0,
@@ -222,10 +245,7 @@ pub fn device_working_bytes(
     };
     // At the widest projection: both layouts of its gradients, its input, and a layout of its weights.
     let widest = projected.max(2 * feed_forward);
-    let fp8_bytes = match matmuls {
-        Matmuls::InDtype => 0,
-        Matmuls::Fp8 => tokens * (2 * widest + hidden) + widest * hidden,
-    };
+    let fp8_bytes = fp8_bytes(matmuls, tokens, hidden, widest);
     let written_out = |kernel: AttentionKernel| {
         // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
         // another memory layout).
@@ -233,16 +253,18 @@ pub fn device_working_bytes(
             AttentionKernel::Torch => 2,
             AttentionKernel::Cudnn => 1,
         };
-        let attended = hidden + projected + repeated + outputs * query;
+        let attended = hidden + shared + repeated + outputs * query + exchanged_output;
         // At the down projection: the sum, the second norm, gate and up, and the gradient of their product.
         let at_down = attended + 2 * hidden + 3 * feed_forward;
         // At attention: gradients of the sum and of the attention output, of query, key and value, and these
         // packed; cuDNN writes them packed unless norms of heads follow.
         let unpacked = match kernel {
             AttentionKernel::Cudnn if !config.architecture.form().qk_norm => 0,
-            _ => projected + repeated,
+            _ => shared + repeated,
         };
-        let at_attention = attended + hidden + query + unpacked + projected;
+        // An exchange has what is sent, received and joined.
+        let exchange = 3 * exchanged + exchanged_output;
+        let at_attention = attended + hidden + query + unpacked + shared + exchange;
         let parts = match kernel {
             AttentionKernel::Torch => {
                 parts_of_torch + weights_bytes(config, dropout, micro_batch, seq_len)
@@ -300,6 +322,14 @@ pub fn device_working_bytes(
     };
     let alive = block_bytes.max(head_bytes).max(embedding_bytes) + waiting;
     (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
+}
+
+/// Memory of a GPU for factors in 8 bits, where the widest projection has the width `widest`.
+fn fp8_bytes(matmuls: Matmuls, tokens: u64, hidden: u64, widest: u64) -> u64 {
+    match matmuls {
+        Matmuls::InDtype => 0,
+        Matmuls::Fp8 => tokens * (2 * widest + hidden) + widest * hidden,
+    }
 }
 
 /// Returns whether a GPU can keep anything of this model's blocks from forward to backward.
@@ -365,8 +395,9 @@ pub fn fp8_refusal(
     ))
 }
 
-/// Sizes of a micro-batch's attention.
+/// Sizes of a micro-batch's attention on one rank.
 fn attention_sizes(config: &ModelConfig, work: Work) -> AttentionSizes {
+    let config = &config.with_heads_of_rank(work.sequence_ranks);
     AttentionSizes {
         batch: work.micro_batch as i64,
         heads: config.heads as i64,
@@ -378,7 +409,7 @@ fn attention_sizes(config: &ModelConfig, work: Work) -> AttentionSizes {
     }
 }
 
-/// Bytes that a block keeps for each token besides its input, with elements of `elem_bytes`. Every block
+/// Bytes that a block keeps for each token of a rank besides its input, with elements of `elem_bytes`. Every block
 /// keeps them from forward to backward, for every micro-batch.
 ///
 /// `None` for blocks without explicit backward, which are always recomputed.
@@ -388,6 +419,7 @@ pub fn kept_bytes_a_token(
     kernel: AttentionKernel,
     elem_bytes: usize,
     keep: ActivationCheckpointing,
+    sequence_ranks: usize,
 ) -> usize {
     if !can_keep(config, dropout) {
         return 0;
@@ -398,8 +430,10 @@ pub fn kept_bytes_a_token(
         AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
         _ => 0,
     };
-    let attention =
-        (query + 2 * key + query + repeated) * elem_bytes + config.heads * size_of::<f32>();
+    // The output also as it was before its exchange.
+    let [shared, exchanged] = exchanged_widths(config, sequence_ranks).map(|width| width as usize);
+    let elems = (query + 2 * key).max(shared) + query + exchanged + repeated;
+    let attention = elems * elem_bytes + config.heads * size_of::<f32>();
     let attention = attention + normed_bytes(config, elem_bytes as u64) as usize;
     let products = (config.hidden_size + 2 * config.intermediate_size) * elem_bytes;
     match keep {

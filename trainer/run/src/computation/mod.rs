@@ -6,8 +6,8 @@ mod memory;
 use crate::model::{Dropout, Form, Mlp, ModelConfig, Norm, Positions};
 
 pub use memory::{
-    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, fp8_refusal,
-    kept_bytes_a_token, working_bytes,
+    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, exchanged_widths,
+    fp8_refusal, kept_bytes_a_token, working_bytes,
 };
 
 /// Kernels for attention in blocks with an explicit backward. Results differ within the rounding of sums.

@@ -194,7 +194,9 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
         }
     });
     one.batch.micro_batches = 1;
-    let shorter = halves(one.batch.seq_len).take_while(|&len| len >= SEQ_LEN_MIN);
+    let sequence_ranks = one.batch.sequence_ranks as usize;
+    let shorter = halves(one.batch.seq_len)
+        .take_while(move |&len| len >= SEQ_LEN_MIN && len.is_multiple_of(sequence_ranks));
     slices.chain(fewer).chain(shorter.map(move |seq_len| {
         let mut settings = one.clone();
         settings.batch.seq_len = seq_len;

@@ -110,27 +110,22 @@ impl ComputeMemory {
         let block = bytes(&units[1]);
         // Inputs of every block and of the head, and the gradient on its way back.
         let kept_units = units.len() as u64;
-        let together_tokens = (batch.micro_batch * group * batch.seq_len) as u64;
+        let together_tokens = (batch.micro_batch_tokens() * group) as u64;
         let token_bytes = (model.hidden_size * elem_bytes) as u64;
         let blocks = units.len() as u64 - 2;
         let input_bytes = blocks * together_tokens * token_bytes;
         // Elsewhere, there are the newest unit's output and its input or gradient, the two inputs in transit, and the one in use.
-        let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * token_bytes;
+        let micro_batch_bytes = batch.micro_batch_tokens() as u64 * token_bytes;
         let passing_bytes = 2 * together_tokens * token_bytes + 3 * micro_batch_bytes;
         let (activation_bytes, away_bytes, on_drives_bytes) = match inputs {
             InputsIn::Place => (kept_units * together_tokens * token_bytes, 0, 0),
             InputsIn::Host => (passing_bytes, input_bytes, 0),
             InputsIn::Drives => (passing_bytes, 0, input_bytes),
         };
-        let work = Work {
-            micro_batch: batch.micro_batch,
-            seq_len: batch.seq_len,
-            micro_batches: batch.micro_batches,
-            tiles: settings.train.mlp_chunks,
-            attention: gpu.map_or(AttentionKernel::Torch, |gpu| gpu.attention),
-            matmuls: settings.train.matmuls,
-            deterministic: settings.train.deterministic,
-        };
+        let work = work(
+            settings,
+            gpu.map_or(AttentionKernel::Torch, |gpu| gpu.attention),
+        );
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
         let stage = settings.placement.stage;
@@ -193,7 +188,8 @@ impl ComputeMemory {
         };
         let kept = |level| {
             let dropout = &settings.dropout;
-            kept_bytes_a_token(model, dropout, gpu.attention, elem_bytes, level) as f64
+            let ranks = work.sequence_ranks;
+            kept_bytes_a_token(model, dropout, gpu.attention, elem_bytes, level, ranks) as f64
         };
         let kept = gpu.checkpointing.sum(blocks as usize, kept) as u64;
         Self {
@@ -212,5 +208,20 @@ impl ComputeMemory {
             update_bytes: u64::from(streams) * GPU_UPDATERS as u64 * updater_bytes,
             context_bytes: DEVICE_CONTEXT_BYTES + gpu.groups * LINK_BYTES,
         }
+    }
+}
+
+/// What a unit processes at a time.
+fn work(settings: &RunSettings, attention: AttentionKernel) -> Work {
+    let (batch, train) = (&settings.batch, &settings.train);
+    Work {
+        micro_batch: batch.micro_batch,
+        seq_len: batch.seq_len,
+        sequence_ranks: batch.sequence_ranks as usize,
+        micro_batches: batch.micro_batches,
+        tiles: train.mlp_chunks,
+        attention,
+        matmuls: train.matmuls,
+        deterministic: train.deterministic,
     }
 }

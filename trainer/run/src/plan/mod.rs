@@ -27,6 +27,7 @@ mod problems;
 mod question;
 mod rates;
 mod report;
+mod sequence;
 mod shared;
 mod space;
 mod text;
@@ -52,6 +53,7 @@ pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Question, QuestionError, RunLength, read_model};
 pub use rates::copied_elems;
 pub use report::{REPORT_VERSION, Refusal, Report};
+pub use sequence::SequenceExchange;
 pub use space::{Beginning, FileSystem};
 use tiles::swapper_settings;
 use training_state::backend::GPU_STAGING_BYTES;
@@ -121,6 +123,12 @@ pub struct Plan {
     pub ranks: u32,
     /// Number of processes on this node.
     pub local_ranks: u32,
+    /// Ranks that divide each sequence among themselves.
+    pub sequence_ranks: u32,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// What these ranks exchange.
+    pub exchange: SequenceExchange,
     /// Tokens of one step, for all processes together.
     pub tokens: u64,
     /// Micro-batches of a step in each process.
@@ -210,6 +218,9 @@ impl Plan {
             stage: settings.placement.stage,
             ranks: settings.ranks,
             local_ranks: settings.local_ranks,
+            sequence_ranks: settings.batch.sequence_ranks,
+            seq_len: settings.batch.seq_len,
+            exchange: SequenceExchange::default(),
             tokens: settings.step_tokens(),
             micro_batches: settings.batch.micro_batches,
             micro_batch_group: given_group(settings),
@@ -352,7 +363,7 @@ impl Plan {
 /// Bytes of the input of a block for one micro-batch.
 fn input_bytes(settings: &RunSettings) -> u64 {
     let batch = &settings.batch;
-    let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+    let elems = batch.micro_batch_tokens() * settings.model.hidden_size;
     (elems * settings.dtype.elem_bytes()) as u64
 }
 

@@ -148,7 +148,7 @@ fn matmuls(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
             &settings.dropout,
             settings.dtype,
             settings.train.mlp_chunks,
-            batch.micro_batch * batch.seq_len,
+            batch.micro_batch_tokens(),
         )
     })?;
     Some(Problem::new(
@@ -170,6 +170,8 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
         "set train.activation_checkpointing = \"auto\""
     } else if plan.inputs_in == InputsIn::Place {
         "set offload.activations = \"auto\""
+    } else if plan.ranks > plan.sequence_ranks {
+        "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps, or raise train.sequence_parallel"
     } else {
         "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps"
     };

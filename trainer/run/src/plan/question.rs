@@ -102,27 +102,36 @@ impl Question {
                 max: model.max_position_embeddings,
             });
         }
-        let step_tokens = (self.seq_len * self.micro_batch)
-            .saturating_mul(self.micro_batches)
-            .saturating_mul(u64::from(self.ranks))
-            .max(1);
-        let steps = match self.length {
-            RunLength::Steps(steps) => steps,
-            RunLength::Tokens(tokens) => tokens.div_ceil(step_tokens),
-        };
         let mut tree = json!({
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.micro_batches,
             "bf16": {"enabled": !self.fp32},
             "data": {"files": [NO_DIR]},
-            "train": {"steps": steps, "seq_len": self.seq_len, "run_dir": NO_DIR},
-            // A placeholder, which the given model replaces.
+            "train": {"seq_len": self.seq_len, "run_dir": NO_DIR},
+            // A placeholder with the heads of the given model, which replaces it.
             "model": {
-                "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
-                "max_position_embeddings": self.seq_len.max(1),
+                "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": model.heads,
+                "num_key_value_heads": model.kv_heads, "head_dim": 64, "max_position_embeddings": self.seq_len.max(1),
             },
         });
         config::apply_overrides(&mut tree, sets)?;
+        let given = [
+            &tree["train"]["sequence_parallel"],
+            &tree["sequence_parallel_size"],
+        ];
+        let sequence_ranks = given.iter().find_map(|count| count.as_u64()).unwrap_or(1);
+        let groups = (u64::from(self.ranks) / sequence_ranks.max(1)).max(1);
+        let step_tokens = (self.seq_len * self.micro_batch)
+            .saturating_mul(self.micro_batches)
+            .saturating_mul(groups)
+            .max(1);
+        let steps = match self.length {
+            RunLength::Steps(steps) => steps,
+            RunLength::Tokens(tokens) => tokens.div_ceil(step_tokens),
+        };
+        if tree["train"]["steps"].is_null() {
+            tree["train"]["steps"] = steps.into();
+        }
         let mut settings = config::check(tree, "plan", Some(self.ranks))?;
         settings.model = model.clone();
         Ok(settings)

@@ -4,7 +4,7 @@ use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
 use super::memory::{GpuUse, InputsIn};
 use super::operations::{self, Computing, Times};
-use super::{BusBytes, ComputeMemory, FigureSource, Plan, TileSums};
+use super::{BusBytes, ComputeMemory, FigureSource, Plan, SequenceExchange, TileSums};
 use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
@@ -121,6 +121,7 @@ impl Plan {
             format: self.format,
             tile_elems: self.swapper.tile_elems,
             groups: u64::from(self.ranks > 1)
+                + u64::from(self.sequence_ranks > 1)
                 + u64::from(self.copy_bytes > 0 && self.local_ranks > 1),
         });
         let group = (self.micro_batch_group, self.inputs_in);
@@ -132,6 +133,7 @@ impl Plan {
         let ranks = self.swapper.local().len() as f64;
         // The processes of a node share its cores. State that is not divided is updated by all of them.
         let copies = f64::from(self.local_ranks) / f64::from(self.swapper.ranks);
+        self.exchange = SequenceExchange::new(settings, self.checkpointing);
         let times = self.times(settings);
         let params = self.params_count as f64 * (1.0 - self.gpu_fraction());
         let cpu_s = params * copies / hardware.update_params_per_s.value;
@@ -168,7 +170,7 @@ impl Plan {
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = both_s;
         }
-        let network_bytes = self.network_bytes_of();
+        let network_bytes = self.network_bytes_of() + self.exchanged_network_bytes();
         let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
@@ -249,7 +251,13 @@ impl Plan {
         };
         let gpu = self.hardware.gpu.as_ref();
         let model = (&self.units[..], self.params_count);
-        operations::times(settings, model, &self.documents, gpu, how)
+        let times = operations::times(settings, model, &self.documents, gpu, how);
+        let exchange = self.exchange;
+        Times {
+            forward_s: times.forward_s + self.exchange_s(exchange.forward_bytes),
+            backward_s: times.backward_s + self.exchange_s(exchange.backward_bytes),
+            ..times
+        }
     }
 
     /// Gathers of a unit's tiles over all ranks in a step: in forward, and in stage 3 again in backward unless the node

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, InputsIn, Outlook,
-    Plan, PlanError, Problem, attention_kernel_name, checkpointing_name,
+    Plan, PlanError, Problem, SequenceExchange, attention_kernel_name, checkpointing_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -28,6 +28,8 @@ pub struct Report {
     pub gradient_accumulation_steps: usize,
     /// Processes of the run, on all nodes.
     pub ranks: u32,
+    /// Ranks among them that divide each sequence.
+    pub sequence_parallel: u32,
     /// Nodes of the run. Host memory, devices and bytes of a step are those of one node.
     pub nodes: u32,
     pub hardware: Hardware,
@@ -122,6 +124,8 @@ pub struct StepReport {
     pub bus_process: BusBytes,
     /// Bytes that a node sends to other nodes, and that it receives.
     pub network_bytes: u64,
+    /// What a process sends to the others with which it divides each sequence.
+    pub sequence_exchange_process: SequenceExchange,
 }
 
 /// The shortest time of a step.
@@ -140,6 +144,8 @@ pub struct BoundReport {
     pub backward_s: f64,
     /// Part of both for attention.
     pub attention_s: f64,
+    /// Part of both in which ranks exchange parts of sequences.
+    pub sequence_exchange_s: f64,
     pub update_s: f64,
     pub bus_s: f64,
     pub network_s: f64,
@@ -199,6 +205,7 @@ impl Plan {
             tokens_per_step: self.tokens,
             gradient_accumulation_steps: self.micro_batches,
             ranks: self.ranks,
+            sequence_parallel: self.sequence_ranks,
             nodes: self.nodes(),
             hardware: self.hardware.clone(),
             host: HostReport {
@@ -233,6 +240,7 @@ impl Plan {
                 input_written_bytes: bytes.scratch_written_bytes as u64,
                 bus_process: self.bus,
                 network_bytes: self.network_bytes,
+                sequence_exchange_process: self.exchange,
             },
             bound: self.bound_report(),
             outlook: self.outlook(),
@@ -285,6 +293,7 @@ impl Plan {
             tflops: self.step_operations() / bound.s / 1e12,
             operations: self.step_operations(),
             attention_s: self.attention_s,
+            sequence_exchange_s: self.exchange_s(self.exchange.sum_bytes()),
             forward_s: self.forward_s(),
             backward_s: self.compute_s() - self.forward_s(),
             update_s: self.rates.update_s,

@@ -25,6 +25,9 @@ impl fmt::Display for Plan {
                 self.network_line()
             )?;
         }
+        if let Some(line) = self.sequence_line() {
+            write!(f, "\n{line}")?;
+        }
         self.bound_lines(f)?;
         write!(f, "\n{}", self.outlook())?;
         if let Some(checkpoints) = &self.checkpoints {
@@ -99,6 +102,7 @@ impl Plan {
         let mut lines = vec![state, memory];
         lines.extend(self.inputs_line());
         lines.extend((self.nodes() > 1).then(|| self.network_line()));
+        lines.extend(self.sequence_line());
         lines.extend(self.attention_line(settings));
         lines.extend(self.fp8_note.clone());
         if self.steps > 0 {
@@ -177,6 +181,25 @@ impl Plan {
             self.nodes(),
             ApproxBytes(self.network_bytes)
         )
+    }
+
+    /// How ranks divide each sequence, and what they send each other for it.
+    fn sequence_line(&self) -> Option<String> {
+        let ranks = self.sequence_ranks;
+        let bytes = self.exchange.sum_bytes();
+        let s = self.exchange_s(bytes);
+        let takes = match s > 0.0 {
+            true => format!(", which takes about {}", Seconds(s)),
+            false => String::new(),
+        };
+        (ranks > 1).then(|| {
+            format!(
+                "sequence  on {ranks} ranks, {} of {} tokens on each; each sends {} a step to the others{takes}",
+                self.seq_len / ranks as usize,
+                self.seq_len,
+                ApproxBytes(bytes)
+            )
+        })
     }
 
     fn model_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,6 +9,7 @@ mod groups;
 mod matmuls;
 mod nodes;
 mod refusals;
+mod sequence;
 
 use crate::accelerator::without_torch;
 use serde_json::{Value, json};

@@ -166,7 +166,7 @@ fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
                 let elem_bytes = kind.elt_size_in_bytes();
                 let kernel = AttentionKernel::Torch;
                 let promised =
-                    kept_bytes_a_token(&config, &Dropout::NONE, kernel, elem_bytes, keep);
+                    kept_bytes_a_token(&config, &Dropout::NONE, kernel, elem_bytes, keep, 1);
                 assert_eq!(
                     input.size_bytes(),
                     tokens * (config.hidden_size * kind.elt_size_in_bytes() + promised),
