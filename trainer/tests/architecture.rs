@@ -142,12 +142,13 @@ const TRAINING_STATE_LAYERS: &[&[&str]] = &[
         "overflow",
         "plan",
         "ranks",
+        "scratch_copies",
         "stage",
         "store",
         "trace",
         "update",
     ],
-    &["backend", "monitor", "run"],
+    &["backend", "monitor", "run", "tile_stash"],
     &["checkpointer"],
 ];
 
