@@ -46,13 +46,24 @@ pub struct Choice {
 }
 
 impl Plan {
-    /// Makes every choice. `staging` is the value of the configuration. With several nodes, each keeps a copy of the
-    /// parameters if it has room for it and a step is not longer for it.
+    /// Makes every choice. `staging` is the value of the configuration. Block inputs are sent to drives only if no plan fits
+    /// without that: it wears the drives, and its only gain is memory.
     pub(super) fn chosen(
         mut self,
         settings: &RunSettings,
         staging: Staging,
     ) -> Result<Self, PlanError> {
+        let without = self.clone().chosen_copy(settings, staging)?;
+        if without.fits(settings) {
+            return Ok(without);
+        }
+        self.may_choose_drives = true;
+        self.chosen_copy(settings, staging)
+    }
+
+    /// Makes every choice. With several nodes, each keeps a copy of the parameters if it has room for it and a step is not longer
+    /// for it.
+    fn chosen_copy(mut self, settings: &RunSettings, staging: Staging) -> Result<Self, PlanError> {
         let keeps = settings.offload.shard == ShardChoice::Auto
             && settings.placement.stage.divides_parameters()
             && self.ranks > self.local_ranks;
@@ -106,9 +117,9 @@ impl Plan {
         self.choose_in_group(settings, staging)?;
         let all = self.micro_batches;
         let is_open = settings.train.micro_batch_group.is_none() && all > 1;
-        let Some(gpu) = self.hardware.gpu.clone().filter(|_| is_open) else {
+        if !is_open || self.hardware.gpu.is_none() {
             return Ok(());
-        };
+        }
         let ungrouped = self.clone();
         let mut size = all;
         while size > 1 {
@@ -116,7 +127,7 @@ impl Plan {
             let mut smaller = start.clone();
             smaller.micro_batch_group = size;
             smaller.choose_in_group(settings, staging)?;
-            if smaller.is_better(self, settings, &gpu) {
+            if smaller.is_better(self, settings) {
                 *self = smaller;
             }
         }
@@ -127,16 +138,8 @@ impl Plan {
 
     /// Whether this group of micro-batches is better than the larger one of `other`: it fits and the other does not, or a step
     /// is shorter.
-    pub(super) fn is_better(
-        &self,
-        other: &Self,
-        settings: &RunSettings,
-        gpu: &GpuHardware,
-    ) -> bool {
-        let fits = |plan: &Self| {
-            plan.gpu_bytes() <= most_of(gpu) && plan.host_bytes() <= plan.most_host_bytes(settings)
-        };
-        match (fits(self), fits(other)) {
+    pub(super) fn is_better(&self, other: &Self, settings: &RunSettings) -> bool {
+        match (self.fits(settings), other.fits(settings)) {
             (true, false) => true,
             (false, true) => false,
             (true, true) => {
@@ -144,6 +147,13 @@ impl Plan {
             }
             (false, false) => self.gpu_bytes() < other.gpu_bytes(),
         }
+    }
+
+    /// Whether the plan fits the memory that choices may use.
+    fn fits(&self, settings: &RunSettings) -> bool {
+        let gpu = self.hardware.gpu.as_ref();
+        gpu.is_none_or(|gpu| self.gpu_bytes() <= most_of(gpu))
+            && self.host_bytes() <= self.most_host_bytes(settings)
     }
 
     /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
@@ -277,7 +287,7 @@ impl Plan {
     }
 
     /// Keeps block inputs where the block computes if they fit there with the lowest level of activation checkpointing, otherwise
-    /// in host memory, and on devices if they fit nowhere else.
+    /// in host memory, and on devices if they fit nowhere else and no other plan fits.
     pub(super) fn choose_activations(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
         self.checkpointing = given_checkpointing(settings).into();
         let wanted = settings.offload.activations;
@@ -309,7 +319,8 @@ impl Plan {
         };
         let is_in_host_memory = self.inputs_in == host;
         let has_no_room = self.host_bytes() - later_bytes > self.most_host_bytes(settings);
-        let has_drives = settings.placement.has_store() && self.input_area().is_ok();
+        let has_drives =
+            self.may_choose_drives && settings.placement.has_store() && self.input_area().is_ok();
         if is_in_host_memory && has_no_room && has_drives {
             self.keep_inputs_in(settings, InputsIn::Drives)?;
             let why = match self.hardware.gpu {

@@ -128,7 +128,7 @@ impl Plan {
                 continue;
             }
             part.keep_in_gpu(settings, in_gpu)?;
-            if part.is_better(self, settings, &gpu) {
+            if part.is_better(self, settings) {
                 *self = part;
             }
         }

@@ -92,6 +92,8 @@ pub struct Plan {
     pub mlp_chunks: usize,
     /// Where block inputs are until backward.
     pub inputs_in: InputsIn,
+    /// Whether the plan may choose to send block inputs to drives.
+    may_choose_drives: bool,
     /// Bytes of the input of a block for one micro-batch.
     pub input_bytes: u64,
     /// Whether each unit's tiles are in the memory of the GPU that computes.
@@ -202,6 +204,7 @@ impl Plan {
             attention: AttentionKernel::Torch,
             fp8_note: None,
             inputs_in: InputsIn::Place,
+            may_choose_drives: false,
             input_bytes: input_bytes(settings),
             mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),

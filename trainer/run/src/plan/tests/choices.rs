@@ -469,3 +469,53 @@ fn block_inputs_move_to_drives_if_they_fit_nowhere_else_in_a_run_that_has_some()
     settings.offload.activations = ActivationsChoice::Auto;
     assert_eq!(plan(&settings, &h200(4.0)).inputs_in, InputsIn::Host);
 }
+
+#[test]
+fn block_inputs_stay_off_drives_if_a_smaller_group_or_no_copy_fits_without_them() {
+    let settings = |changes: &[(&str, Value)]| {
+        let always = [
+            ("model.num_key_value_heads", json!(1)),
+            ("train.activation_checkpointing", json!("full")),
+            ("bf16.enabled", json!(false)),
+        ];
+        let mut settings = large("nvme", "nvme", &[&always[..], changes].concat());
+        settings.batch.micro_batch = 4;
+        settings.batch.micro_batches = 16;
+        settings
+    };
+    let machine = |host_gib: u64| Overrides {
+        host_memory_bytes: Some(host_gib * GIB),
+        gpu_memory_bytes: Some(24 * GIB),
+        tflops: None,
+        ..h200(8.0)
+    };
+    let together = ("train.micro_batch_group", json!(16));
+    let all = plan(&settings(std::slice::from_ref(&together)), &machine(16));
+    assert_eq!(
+        all.inputs_in,
+        InputsIn::Drives,
+        "alone, they fit nowhere else"
+    );
+    let grouped = plan(&settings(&[]), &machine(16));
+    assert!(grouped.micro_batch_group < 16, "{grouped}");
+    assert_ne!(grouped.inputs_in, InputsIn::Drives);
+
+    let on_two_nodes = |shard: &str| {
+        let changes = [
+            together.clone(),
+            ("train.ranks", json!(2)),
+            ("offload.shard", json!(shard)),
+        ];
+        let mut settings = settings(&changes);
+        settings.local_ranks = 1;
+        plan(&settings, &machine(29))
+    };
+    for shard in ["all", "auto"] {
+        let plan = on_two_nodes(shard);
+        assert_eq!(
+            (plan.copy_bytes, plan.inputs_in),
+            (0, InputsIn::Host),
+            "{shard}: {plan}"
+        );
+    }
+}
