@@ -377,9 +377,31 @@ impl ScratchQueue {
     }
 }
 
+impl Drop for ScratchQueue {
+    /// After a panic of the owner thread, nobody else tells those who wait. An earlier ending stays.
+    fn drop(&mut self) {
+        self.area.end(None);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_owner_that_panics_ends_all_waits_for_tiles() {
+        let settings = ScratchSettings::new(8192).unwrap();
+        let area = Arc::new(ScratchArea::new(settings, Vec::new()));
+        let queue = ScratchQueue::new(area.clone(), TileIndex(0), 1);
+        let owner = std::thread::spawn(move || {
+            let _queue = queue;
+            panic!("as an invariant of the owner");
+        });
+        owner.join().unwrap_err();
+        let scratch = Scratch::new(area, |_| {});
+        assert!(matches!(scratch.slot(), Err(SwapperError::Stopped)));
+        assert!(matches!(scratch.wait(1), Err(SwapperError::Stopped)));
+    }
 
     #[test]
     fn areas_of_all_sizes_have_room_and_few_slots() {

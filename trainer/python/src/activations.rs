@@ -34,7 +34,9 @@ impl HostMemory for HostTensor {
 fn copy_failed(error: &CopyError) -> PyErr {
     match error {
         CopyError::Swapper(error) => failed_with(error),
-        CopyError::Gpu(_) | CopyError::Thread(_) => Error::new_err(error.to_string()),
+        CopyError::Gpu(_) | CopyError::Thread(_) | CopyError::Panicked => {
+            Error::new_err(error.to_string())
+        }
     }
 }
 

@@ -42,6 +42,9 @@ pub enum CopyError {
     Gpu(Arc<GpuError>),
     #[error("starting a thread: {0}")]
     Thread(Arc<std::io::Error>),
+    /// The thread that copies has ended without a result.
+    #[error("the thread that copies them panicked; standard error has its message")]
+    Panicked,
 }
 
 impl From<SwapperError> for CopyError {
@@ -81,17 +84,36 @@ struct TensorCopy {
 
 #[derive(Default)]
 struct Results {
-    copies: Mutex<HashMap<u64, CopyResult>>,
+    state: Mutex<ResultsState>,
     changed: Condvar,
 }
 
+#[derive(Default)]
+struct ResultsState {
+    copies: HashMap<u64, CopyResult>,
+    /// Whether the thread has ended: there will be no more results.
+    has_ended: bool,
+}
+
+impl ResultsState {
+    /// Whether nobody needs to wait for the result of a copy: it is there, or will never be.
+    fn is_settled(&self, number: u64) -> bool {
+        self.has_ended || self.copies.contains_key(&number)
+    }
+}
+
 impl Results {
-    fn lock(&self) -> MutexGuard<'_, HashMap<u64, CopyResult>> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ResultsState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn set_result(&self, number: u64, found: CopyResult) {
-        self.lock().insert(number, found);
+        self.lock().copies.insert(number, found);
+        self.changed.notify_all();
+    }
+
+    fn end(&self) {
+        self.lock().has_ended = true;
         self.changed.notify_all();
     }
 }
@@ -102,6 +124,13 @@ struct Worker {
     /// Streams to and from a GPU, if one computes.
     streams: Option<[Stream; 2]>,
     results: Arc<Results>,
+}
+
+impl Drop for Worker {
+    /// Also after a panic, or copies would be waited for in vain.
+    fn drop(&mut self) {
+        self.results.end();
+    }
 }
 
 impl Worker {
@@ -389,22 +418,25 @@ impl ScratchCopies {
             after,
             is_told: Cell::new(false),
         };
-        let copies = queue.copies.as_ref()?;
-        copies.send(copy).is_ok().then_some(number)
+        // After a panic nobody receives it, and whoever waits for it is told.
+        let _ = queue.copies.as_ref()?.send(copy);
+        Some(number)
     }
 
     /// Returns the result of a copy when it is made, or on a GPU enqueued; `None` if that takes longer than `most`. The result is returned once.
+    /// It is an error if the thread panicked before.
     pub fn wait(&self, number: u64, most: Duration) -> Option<CopyResult> {
-        let copies = self.results.lock();
-        let waits = |copies: &mut HashMap<u64, CopyResult>| !copies.contains_key(&number);
-        let waited = (self.results.changed).wait_timeout_while(copies, most, waits);
-        let (mut copies, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        copies.remove(&number)
+        let state = self.results.lock();
+        let waits = |state: &mut ResultsState| !state.is_settled(number);
+        let waited = (self.results.changed).wait_timeout_while(state, most, waits);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let found = state.copies.remove(&number);
+        found.or_else(|| state.has_ended.then_some(Err(CopyError::Panicked)))
     }
 
     /// Whether [`ScratchCopies::wait`] for a copy, which nobody has waited for, returns at once.
     pub fn has_result(&self, number: u64) -> bool {
-        self.results.lock().contains_key(&number)
+        self.results.lock().is_settled(number)
     }
 
     /// Accepts no more copies. Returns the thread, which ends when those that have begun are made; `None` if it was stopped before.

@@ -167,7 +167,7 @@ impl TileStash {
         let (memory, tiles) = (self.buffers[at].memory.of_copy(), self.tiles_of(piece));
         let copy = self.copies().leave(memory, self.piece_bytes, tiles, after);
         let buffer = &mut self.buffers[at];
-        buffer.copy = Some(copy.expect("the thread works until this is dropped"));
+        buffer.copy = Some(copy.expect("copies are accepted until this is dropped"));
         buffer.free = None;
         Ok(filled)
     }
@@ -192,7 +192,7 @@ impl TileStash {
             .copies()
             .bring_back(memory, self.piece_bytes, tiles, after);
         let buffer = &mut self.buffers[at];
-        buffer.copy = Some(copy.expect("the thread works until this is dropped"));
+        buffer.copy = Some(copy.expect("copies are accepted until this is dropped"));
         buffer.holds = Some(piece);
         Ok(())
     }

@@ -7,6 +7,7 @@
 mod on_fake;
 
 use std::path::Path;
+use std::time::Duration;
 
 use kernels::gpu::{DeviceBuffer, Gpu};
 use swapper::private::{PrivateDaemon, PrivateSettings};
@@ -15,7 +16,7 @@ use swapper::{
     SwapperSettings, TileBytes, TileUpdate, UnitShape,
 };
 use tempfile::TempDir;
-use training_state::scratch_copies::CopyError;
+use training_state::scratch_copies::{CopyError, HostMemory, ScratchCopies, TensorMemory};
 use training_state::tile_stash::{StashBuffer, TileStash};
 
 const PIECE_BYTES: usize = 150_000;
@@ -163,6 +164,43 @@ fn pieces_come_back_unchanged(gpu: Option<&Gpu>) {
 #[test]
 fn pieces_of_host_memory_come_back_unchanged() {
     pieces_come_back_unchanged(None);
+}
+
+/// Memory in which the thread that copies meets a broken invariant.
+struct PanickingMemory;
+
+impl HostMemory for PanickingMemory {
+    fn read(&self, _: usize, _: &mut [u8]) {
+        panic!("a read");
+    }
+
+    fn write(&self, _: usize, _: &[u8]) {
+        panic!("a write");
+    }
+}
+
+#[test]
+fn a_panic_of_the_thread_that_copies_is_an_error_for_all_who_wait() {
+    let dir = on_fake::scratch();
+    let (_daemon, swapper) = open(&dir);
+    let copies = ScratchCopies::start(swapper.scratch().unwrap(), None).unwrap();
+    let tiles = || 0..copies.area().tiles_of(PIECE_BYTES as u64);
+    let leave = || {
+        let memory = TensorMemory::Host(Box::new(PanickingMemory));
+        let number = copies.leave(memory, PIECE_BYTES, tiles(), None);
+        number.expect("it was not stopped")
+    };
+    // The second one is begun before or after the panic, the third one after it.
+    for number in [leave(), leave()] {
+        let told = copies.wait(number, Duration::from_secs(60));
+        assert!(matches!(told, Some(Err(CopyError::Panicked))), "{told:?}");
+    }
+    let last = leave();
+    assert!(copies.has_result(last));
+    let told = copies.wait(last, Duration::ZERO);
+    assert!(matches!(told, Some(Err(CopyError::Panicked))), "{told:?}");
+    copies.stop().unwrap().join().unwrap_err();
+    swapper.close().unwrap();
 }
 
 #[test]
