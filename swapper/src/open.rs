@@ -86,7 +86,7 @@ fn open_store(
         rank: Rank(settings.rank),
         local_ranks: settings.local().len() as u32,
         classes: memory.classes(),
-        iodepth: settings.iodepth + settings.scratch.slot_count,
+        iodepth: settings.session_iodepth(),
     })
     .map_err(client(|| format!("opening job {:?}", store.job)))?;
 

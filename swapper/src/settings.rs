@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass, Verb};
+use offload_client::{ArenaMemory, IODEPTH_MAX, IODEPTH_MIN, SlotClass, Verb};
 
 use crate::layout::{ByKind, Kind, Layout, UnitShape, resident};
 use crate::nodes::Nodes;
@@ -228,6 +228,11 @@ impl MemoryPlan {
 }
 
 impl SwapperSettings {
+    /// Operations in flight that the session asks for: those of scratch tiles too, as far as a session may have so many.
+    pub fn session_iodepth(&self) -> u32 {
+        (self.iodepth + self.scratch.slot_count).min(IODEPTH_MAX)
+    }
+
     /// Checks the settings and computes their memory, without touching anything.
     pub fn plan(&self) -> Result<MemoryPlan, SwapperError> {
         let layout = self.cut()?;

@@ -439,7 +439,7 @@ impl PreparedRun {
             files,
             &daemon_dir(dir.path()),
             rank_bytes * self.ranks.local().len() as u64,
-            self.plan.swapper.iodepth + self.plan.swapper.scratch.slot_count,
+            self.plan.swapper.session_iodepth(),
             &self.settings.offload.engine,
         )?;
         Ok(Some(daemon))

@@ -338,11 +338,16 @@ fn help_shows_how_to_use_it() {
 #[test]
 fn a_private_daemon_grants_the_iodepth_that_a_run_sets() {
     let harness = Harness::new();
-    let run = harness
-        .run("deep", &["offload.iodepth=200"])
-        .with(&harness.nvme());
-    let mut command = run.command("train");
-    command.arg("--verbose");
-    let said = succeed(command);
-    assert!(said.contains("iodepth 200"), "{said}");
+    // Scratch tiles get no operations beyond the largest number of a session.
+    for (iodepth, place) in [(200, "gpu"), (1024, "nvme")] {
+        let sets = [
+            format!("offload.iodepth={iodepth}"),
+            format!("offload.activations={place}"),
+        ];
+        let run = harness.run(&format!("deep-{place}"), &[]);
+        let mut command = run.with(&harness.nvme()).with(&sets).command("train");
+        command.arg("--verbose");
+        let said = succeed(command);
+        assert!(said.contains(&format!("iodepth {iodepth}")), "{said}");
+    }
 }
