@@ -306,7 +306,7 @@ impl Plan {
         }
     }
 
-    /// Space on devices for all processes and devices together; 0 without a store.
+    /// Space on devices for all processes and devices of the node together; 0 without a store.
     pub fn device_bytes(&self) -> u64 {
         match &self.swapper.backing {
             Backing::Memory => 0,
@@ -314,9 +314,9 @@ impl Plan {
         }
     }
 
-    /// Space on devices for block inputs of all processes together.
+    /// Space on devices for block inputs of all processes of the node together.
     pub fn device_input_bytes(&self) -> u64 {
-        self.swapper.scratch.bytes() * u64::from(self.ranks)
+        self.swapper.scratch.bytes() * u64::from(self.local_ranks)
     }
 
     /// Size of each of `count` equal device files of a private store.

@@ -67,6 +67,18 @@ fn a_copy_takes_two_bytes_a_parameter_on_each_node_and_spares_drives_the_reads_o
 }
 
 #[test]
+fn block_inputs_of_other_nodes_take_no_space_on_a_nodes_drives() {
+    for nodes in [1, 2] {
+        let place = |place: &str| on_nodes(nodes, &[("offload.activations", json!(place))]);
+        let (host, drives) = (place("cpu"), place("nvme"));
+        let bytes = drives.device_input_bytes();
+        // A node has two ranks.
+        assert_eq!(bytes, 2 * drives.swapper.scratch.bytes());
+        assert_eq!(drives.device_bytes() - host.device_bytes(), bytes);
+    }
+}
+
+#[test]
 fn a_node_without_room_keeps_no_copy_and_says_so() {
     let copy = on_nodes(4, &[]);
     let without = copy.host_bytes() - copy.copy_bytes;
