@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use offload_client::{ClientError, FaultKind};
+use offload_client::{ClientError, FaultKind, TileError};
 
 use crate::op::Op;
 
@@ -177,6 +177,14 @@ impl SwapperError {
         }
     }
 
+    /// Whether a tile of the job came back with other bytes than were written.
+    pub fn is_of_a_damaged_tile(&self) -> bool {
+        let Self::Tile { source, .. } = self.cause() else {
+            return false;
+        };
+        matches!(source, TileError::Damaged { .. })
+    }
+
     /// Whether the job was written in place and did not end in order, so that its tiles belong to no generation.
     pub fn is_of_an_unclean_job(&self) -> bool {
         matches!(self.cause(), Self::Client { source, .. } if source.fault() == Some(FaultKind::Unclean))
@@ -187,7 +195,7 @@ impl SwapperError {
 mod tests {
     //! Tests that an error caused by another rank's death is not reported as this rank's own, and the reverse.
 
-    use offload_client::Fault;
+    use offload_client::{Fault, Generation, TileIndex};
 
     use super::*;
 
@@ -196,6 +204,36 @@ mod tests {
             doing: "committing".into(),
             source,
         }
+    }
+
+    #[test]
+    fn a_damaged_tile_of_the_state_is_known_by_whoever_is_told_of_it() {
+        let damaged = || TileError::Damaged {
+            device: "drive".into(),
+            offset: 0,
+            tile: TileIndex(3),
+            generation: Generation(1),
+            expected: 1,
+            found: 2,
+        };
+        let of_the_state = || SwapperError::Tile {
+            doing: "reading",
+            kind: crate::Kind::State,
+            unit: 1,
+            elems: 0..8,
+            source: damaged(),
+        };
+        assert!(of_the_state().is_of_a_damaged_tile());
+        // A wait for another tile was told first.
+        let shared = SwapperError::Shared(Arc::new(of_the_state()));
+        assert!(shared.is_of_a_damaged_tile());
+        let of_the_caller = SwapperError::ScratchTile {
+            doing: "reading",
+            tile: 0,
+            source: damaged(),
+        };
+        assert!(!of_the_caller.is_of_a_damaged_tile());
+        assert!(!SwapperError::Stopped.is_of_a_damaged_tile());
     }
 
     #[test]

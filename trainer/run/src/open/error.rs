@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
 use offload_support::units::ApproxBytes;
-use swapper::{SwapperError, TileError};
+use swapper::SwapperError;
 
 use crate::accelerator::AcceleratorError;
 use crate::config::RunSettings;
@@ -160,12 +160,7 @@ impl RunError {
     /// Adds a remedy that depends on the run's settings.
     pub fn of_run(self, settings: &RunSettings) -> Self {
         match self {
-            Self::Swapper(
-                error @ SwapperError::Tile {
-                    source: TileError::Damaged { .. },
-                    ..
-                },
-            ) => Self::DamagedTile {
+            Self::Swapper(error) if error.is_of_a_damaged_tile() => Self::DamagedTile {
                 error: Box::new(error),
                 config: match settings.offload.socket {
                     Some(_) => "OFFLOADD.toml".into(),
