@@ -33,7 +33,7 @@ use crate::config::{
     ActivationsChoice, FirstWeights, Interval, RunSettings, SettingsError, ShardChoice,
 };
 use crate::data::Data;
-use crate::plan::{Beginning, Hardware, InputsIn, Overrides, Plan};
+use crate::plan::{Beginning, Hardware, InputsIn, Overrides, Plan, existing_file_bytes};
 use crate::weights::WeightsError;
 pub(crate) use describe::SHARED_STORE;
 use describe::{describe, trained_with};
@@ -191,7 +191,19 @@ impl PreparedRun {
             settings.local_ranks,
             site.torch,
         )?;
-        let hardware = Hardware::new(&settings, &Overrides::default(), site.torch);
+        let mut renews_store = from.is_some() && has_store && ranks.nodes() > 1;
+        let mut hardware = Hardware::new(&settings, &Overrides::default(), site.torch);
+        let earlier = match &from {
+            Some(_) => RunDir::described(&run_dir)?,
+            None => None,
+        };
+        if let Some(earlier) = &earlier {
+            renews_store |= has_store && earlier.nodes != 1;
+        }
+        hardware.store_file_bytes = match fresh || renews_store {
+            true => None,
+            false => existing_file_bytes(&settings, &id.job),
+        };
         let plan = plan_of(&settings, hardware, &site)?;
         let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
@@ -220,11 +232,7 @@ impl PreparedRun {
         let files = plan.store_files(&settings, &id.job);
         let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
         description.files = paths.iter().map(|path| resolved(path)).collect();
-        let mut renews_store = from.is_some() && has_store && ranks.nodes() > 1;
-        if from.is_some()
-            && let Some(earlier) = RunDir::described(&run_dir)?
-        {
-            renews_store |= has_store && earlier.nodes != 1;
+        if let Some(earlier) = earlier {
             // Files of a store that the run moves away from are kept until --fresh.
             let files = &mut description.files;
             let left = earlier.files.into_iter();

@@ -58,7 +58,11 @@ impl Plan {
             return Ok(without);
         }
         self.may_choose_drives = true;
-        self.chosen_copy(settings, staging)
+        let drives = self.chosen_copy(settings, staging)?;
+        Ok(match drives.has_store_room(settings) {
+            true => drives,
+            false => without,
+        })
     }
 
     /// Makes every choice. With several nodes, each keeps a copy of the parameters if it has room for it and a step is not longer
@@ -149,11 +153,12 @@ impl Plan {
         }
     }
 
-    /// Whether the plan fits the memory that choices may use.
+    /// Whether the plan fits the memory that choices may use, and the store that the run has already.
     fn fits(&self, settings: &RunSettings) -> bool {
         let gpu = self.hardware.gpu.as_ref();
         gpu.is_none_or(|gpu| self.gpu_bytes() <= most_of(gpu))
             && self.host_bytes() <= self.most_host_bytes(settings)
+            && self.has_store_room(settings)
     }
 
     /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.

@@ -19,6 +19,8 @@ use training_state::plan::assumed::{
     DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, UPDATE_PARAMS_PER_S_BF16,
     bus_bytes_per_s,
 };
+use training_state::run::{RunId, resolved};
+use training_state::store::StoreFiles;
 
 /// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
 /// cores of an EPYC with AVX2.
@@ -147,6 +149,9 @@ pub struct Hardware {
     pub update_params_per_s: Figure,
     /// Rate between this node and the others, in bytes per second in each direction.
     pub network_bytes_per_s: Figure,
+    /// Size of each device file of the run's private store, if it exists already.
+    #[serde(skip)]
+    pub store_file_bytes: Option<u64>,
 }
 
 /// Figures from the command line that replace this machine's.
@@ -255,6 +260,7 @@ impl Hardware {
                 None,
                 NETWORK_BYTES_PER_S,
             ),
+            store_file_bytes: existing_file_bytes(settings, &run_job(settings)),
             gpu,
         }
     }
@@ -264,6 +270,18 @@ impl Hardware {
         self.read_bytes_per_s.source != FigureSource::Assumed
             && self.write_bytes_per_s.source != FigureSource::Assumed
     }
+}
+
+/// Job of the run in its directory.
+pub(super) fn run_job(settings: &RunSettings) -> String {
+    RunId::for_dir(&resolved(&settings.train.run_dir)).0.job
+}
+
+/// Size of each device file of the private store of `job`, if the run has one and it exists already.
+pub(crate) fn existing_file_bytes(settings: &RunSettings, job: &str) -> Option<u64> {
+    let private = settings.placement.has_store() && settings.offload.socket.is_none();
+    let files = private.then(|| StoreFiles::new(&settings.placement.nvme_paths, job, 0))?;
+    files.existing_bytes()
 }
 
 /// Assumed rate of matrix products on `gpu`, or on a process's cores.

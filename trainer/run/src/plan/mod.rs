@@ -44,6 +44,7 @@ pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name};
+pub(crate) use hardware::existing_file_bytes;
 pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
 pub use memory::{ComputeMemory, InputsIn};
 pub use operations::Operations;
@@ -327,12 +328,21 @@ impl Plan {
         }
     }
 
+    /// Whether the device files of the run's private store have room for block inputs: files that exist keep their size.
+    pub(crate) fn has_store_room(&self, settings: &RunSettings) -> bool {
+        let count = settings.placement.nvme_paths.len() as u64;
+        let has_room = |bytes: u64| self.device_file_bytes(count) <= bytes;
+        self.inputs_in != InputsIn::Drives || self.hardware.store_file_bytes.is_none_or(has_room)
+    }
+
     /// Device files of the private store of `job`, if the run has one.
     pub(crate) fn store_files(&self, settings: &RunSettings, job: &str) -> Option<StoreFiles> {
         let private = settings.placement.has_store() && settings.offload.socket.is_none();
         private.then(|| {
             let dirs = &settings.placement.nvme_paths;
-            StoreFiles::new(dirs, job, self.device_file_bytes(dirs.len() as u64))
+            let new_bytes = self.device_file_bytes(dirs.len() as u64);
+            let file_bytes = self.hardware.store_file_bytes.unwrap_or(new_bytes);
+            StoreFiles::new(dirs, job, file_bytes)
         })
     }
 

@@ -7,12 +7,13 @@ use serde::Serialize;
 use swapper::SwapperError;
 
 use super::choices::why_no_cudnn;
+use super::hardware::run_job;
 use super::{InputsIn, Plan};
 use crate::computation::{Checkpointing, Matmuls, fp8_refusal};
 use crate::config::{
     ActivationsChoice, AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings,
 };
-use training_state::run::{CheckpointError, DirError, RunId, resolved};
+use training_state::run::{CheckpointError, DirError, resolved};
 
 /// Error that keeps a run from starting.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +78,7 @@ pub(super) fn find(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
         matmuls(plan, settings),
         gpu_memory(plan),
         host_memory(plan, settings),
+        store_room(plan, settings),
         device_space(plan, settings),
     ];
     found.into_iter().flatten().collect()
@@ -220,11 +222,36 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         .or_else(|| too_much(budget?, "the limit set by offload.host_memory_bytes"))
 }
 
+/// Checks that the private store of an earlier start has room for block inputs.
+fn store_room(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let file_bytes = plan.hardware.store_file_bytes?;
+    if plan.has_store_room(settings) {
+        return None;
+    }
+    let count = settings.placement.nvme_paths.len() as u64;
+    let renewal = match plan.nodes() {
+        1 => format!(
+            "or move the state out of the store with `trainer move {} --to-checkpoint` and start again, which makes a larger one",
+            resolved(&settings.train.run_dir).display()
+        ),
+        _ => "or resume from a checkpoint with --resume-from STEP, for which each node makes a larger store".to_owned(),
+    };
+    Some(Problem::new(
+        ProblemKind::DeviceSpace,
+        format!(
+            "offload.activations is \"nvme\", but the store of this run was made without room for its block inputs: its files have {} each, which stays so, and {} are needed",
+            ApproxBytes(file_bytes),
+            ApproxBytes(plan.device_file_bytes(count))
+        ),
+        format!("set offload.activations = \"cpu\" or \"gpu\", {renewal}"),
+    ))
+}
+
 /// Checks free space for a private store in directories that exist on this machine. A running daemon manages
 /// its own space.
 fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let id = RunId::for_dir(&resolved(&settings.train.run_dir)).0;
-    let error = plan.store_files(settings, &id.job)?.check_space().err()?;
+    let files = plan.store_files(settings, &run_job(settings))?;
+    let error = files.check_space().err()?;
     let text = error.to_string();
     let (what, change) = text
         .rsplit_once(": ")

@@ -62,6 +62,13 @@ impl StoreFiles {
         space_needed(&self.files, self.file_bytes)
     }
 
+    /// Size of the smallest file; `None` if there is none yet. A file keeps the size that it was made with.
+    pub fn existing_bytes(&self) -> Option<u64> {
+        let files = self.files.iter();
+        let found = files.filter_map(|file| Some(fs::metadata(file).ok()?.len()));
+        found.min()
+    }
+
     /// Returns whether all files exist.
     pub fn exist(&self) -> bool {
         self.files.iter().all(|file| file.exists())

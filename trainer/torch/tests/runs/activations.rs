@@ -132,9 +132,11 @@ fn a_run_with_inputs_on_drives_that_was_killed_in_backward_resumes_with_the_same
     let cpu = ["train.device=cpu"];
     let whole = run(&harness, "whole", "gpu", &cpu);
     whole.train();
-    // It begins without an area, for which its files grow.
-    let first = [&cpu[..], &["train.stop_after=1"]].concat();
-    run(&harness, "killed", "gpu", &first).train();
+    // Its files are made with an area, which the second start does not use.
+    for (place, step) in [("nvme", 1), ("gpu", 2)] {
+        let stop = format!("train.stop_after={step}");
+        run(&harness, "killed", place, &[cpu[0], &stop]).train();
+    }
     let parts = run(&harness, "killed", "nvme", &cpu);
     // In the second step after the first one's three inputs were used.
     assert!(killed(parts.command("train"), Point::Backward, 5 + 3));
@@ -158,6 +160,19 @@ fn inputs_that_have_no_place_on_drives_are_refused_by_name() {
         .run("wrong", &["offload.activations=away"])
         .refused();
     assert!(wrong.contains("offload.activations"), "{wrong}");
+    // A store keeps the size that it was made with.
+    let stop = ["train.device=cpu", "train.stop_after=1"];
+    run(&harness, "begun", "gpu", &stop).train();
+    let larger = ["train.device=cpu", "train_micro_batch_size_per_gpu=256"];
+    let begun = run(&harness, "begun", "nvme", &larger);
+    let said = begun.refused();
+    for part in [
+        "the store of this run was made without room for its block inputs",
+        "set offload.activations = \"cpu\" or \"gpu\"",
+        "--to-checkpoint",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
     // 160 inputs of 2 MiB, and a store of 256 MiB.
     let daemon = Daemon::start(&harness);
     let sets = ["train.seq_len=8192", "model.num_hidden_layers=160"];

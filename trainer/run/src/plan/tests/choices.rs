@@ -519,3 +519,42 @@ fn block_inputs_stay_off_drives_if_a_smaller_group_or_no_copy_fits_without_them(
         );
     }
 }
+
+#[test]
+fn block_inputs_go_to_drives_only_in_a_store_that_was_made_with_room_for_them() {
+    let host = plan(
+        &with_inputs(&[("offload.activations", json!("cpu"))]),
+        &h200(4.0),
+    );
+    let budget = ("offload.host_memory_bytes", json!(host.compute.away_bytes));
+    let on_small = |settings: &RunSettings, store_file_bytes: Option<u64>| {
+        let machine = Overrides {
+            gpu_memory_bytes: Some(host.gpu_bytes() * 10 / 9 + (1 << 20)),
+            ..h200(4.0)
+        };
+        let mut hardware = Hardware::new(settings, &machine, without_torch);
+        hardware.store_file_bytes = store_file_bytes;
+        Plan::new(settings, hardware).unwrap()
+    };
+    let auto = with_inputs(std::slice::from_ref(&budget));
+    let new = on_small(&auto, None);
+    let needed = new.device_file_bytes(1);
+    let chosen = |bytes: u64| on_small(&auto, Some(bytes)).inputs_in;
+    assert_eq!(
+        (new.inputs_in, chosen(needed), chosen(needed - 1)),
+        (InputsIn::Drives, InputsIn::Drives, InputsIn::Host)
+    );
+    let given = with_inputs(&[budget, ("offload.activations", json!("nvme"))]);
+    let said = |bytes: u64| {
+        let problems = on_small(&given, Some(bytes)).problems;
+        let of_space = problems
+            .iter()
+            .find(|found| found.kind == ProblemKind::DeviceSpace);
+        of_space.map(ToString::to_string)
+    };
+    assert_eq!(said(needed), None);
+    let said = said(needed - 1).expect("it is refused");
+    for part in ["made without room", "\"cpu\" or \"gpu\"", "--to-checkpoint"] {
+        assert!(said.contains(part), "{said}");
+    }
+}
