@@ -280,7 +280,7 @@ impl PreparedRun {
     ///
     /// # Errors
     /// The first shortage found.
-    pub fn check_room(&self) -> Result<(), RunError> {
+    fn check_room(&self) -> Result<(), RunError> {
         // The plan covers all ranks of the node, so only the first one checks.
         if !self.ranks.is_first_of_node() {
             return Ok(());
@@ -316,18 +316,21 @@ impl PreparedRun {
         Ok(plan.check()?)
     }
 
-    /// Makes the choices alike that all ranks must make alike: machines differ in memory and rates.
+    /// Makes the choices alike that all ranks must make alike, since machines differ in memory and rates. Then checks on all ranks that
+    /// there is room for what they agreed on. Changes nothing on drives.
     ///
     /// # Errors
-    /// A rank is gone.
+    /// A rank is gone, or has no room; the first shortage found.
     pub fn agree(&mut self) -> Result<(), RunError> {
         // Each group gathers all units from all ranks. From here on the group is given, so that no later choice changes it.
         let groups = self.ranks.numbers([self.plan.micro_batch_group as u64])?;
         let groups = groups.iter().map(|[group]| *group as usize);
         let group = groups.min().expect("there is a rank");
         self.settings.train.micro_batch_group = Some(group);
+        // The others wait in the exchanges below, so an error of this rank is kept until all are told.
+        let mut planned = Ok(());
         if group < self.plan.micro_batch_group {
-            self.plan_again()?;
+            planned = self.plan_again();
         }
         // The first rank's plan sizes the store that all processes of a node use.
         let is_on_drives = self.plan.inputs_in == InputsIn::Drives;
@@ -335,14 +338,14 @@ impl PreparedRun {
         if on_drives.contains(&[1]) {
             self.settings.offload.activations = ActivationsChoice::Nvme;
             if !is_on_drives {
-                self.plan_again()?;
+                planned = planned.and_then(|()| self.plan_again());
             }
         }
         let whys = self.ranks.messages(self.plan.why_no_copy().into())?;
         let without = whys.iter().position(|why| !why.is_empty());
         if let Some(rank) = without.filter(|_| self.plan.copy_bytes > 0) {
             self.settings.offload.shard = ShardChoice::All;
-            self.plan_again()?;
+            planned = planned.and_then(|()| self.plan_again());
             let node = self.ranks.node_of(rank as u32);
             let why = String::from_utf8_lossy(&whys[rank]);
             self.plan.choose_no_copy(format!("node {node}: {why}"));
@@ -350,7 +353,10 @@ impl PreparedRun {
         let every = self.plan.swapper.commit_every;
         let [every] = self.ranks.numbers([every])?[0];
         self.plan.swapper.commit_every = every;
-        Ok(())
+        (self.ranks).on_all_ranks("checking the room for the run", || {
+            planned?;
+            self.check_room()
+        })
     }
 
     fn plan_again(&mut self) -> Result<(), RunError> {

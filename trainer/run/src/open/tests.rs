@@ -64,8 +64,8 @@ fn tree(dir: &TempDir, device: &str) -> Value {
     })
 }
 
-/// The plan that a rank makes with the other, which says something else in some calls of `agree`.
-fn agreed(dir: &TempDir, device: &str, nodes: u32, says: Says) -> (Plan, PreparedRun) {
+/// A run of two ranks of which the other one says something else in some calls of `agree`.
+fn prepared(dir: &TempDir, device: &str, nodes: u32, says: Says) -> PreparedRun {
     let mut settings = check(tree(dir, device), "test", Some(2)).unwrap();
     settings.local_ranks = 2 / nodes;
     // Ranks tell each other their nodes first.
@@ -80,7 +80,12 @@ fn agreed(dir: &TempDir, device: &str, nodes: u32, says: Says) -> (Plan, Prepare
         ranks,
         ..Site::alone(dir.path()).unwrap()
     };
-    let mut prepared = PreparedRun::new(settings, &StartPoint::Fresh, site).unwrap();
+    PreparedRun::new(settings, &StartPoint::Fresh, site).unwrap()
+}
+
+/// The plan that a rank makes alone, and the run after the ranks agreed.
+fn agreed(dir: &TempDir, device: &str, nodes: u32, says: Says) -> (Plan, PreparedRun) {
+    let mut prepared = prepared(dir, device, nodes, says);
     let own = prepared.plan.clone();
     prepared.agree().unwrap();
     (own, prepared)
@@ -132,4 +137,17 @@ fn block_inputs_are_on_drives_for_all_ranks_if_they_are_for_one() {
         assert_eq!(run.files, needed);
         assert_eq!(run.plan.device_bytes() > own.device_bytes(), other == 1);
     }
+}
+
+#[test]
+fn what_ranks_agree_on_is_refused_if_there_is_no_room_for_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let on_drives = vec![(1, u64::to_le_bytes(1).to_vec())];
+    let mut run = prepared(&dir, "nvme", 1, on_drives);
+    // As the files of an earlier start.
+    run.plan.hardware.store_file_bytes = Some(1 << 20);
+    run.plan.check().expect("alone, it has room");
+    let said = run.agree().unwrap_err().to_string();
+    assert!(said.contains("made without room"), "{said}");
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
 }

@@ -302,7 +302,6 @@ fn prepare(
             )?),
         };
         let prepared = PreparedRun::new(settings.clone(), start, site.clone())?;
-        prepared.check_room()?;
         Ok((corpus, prepared))
     })?;
     prepared.agree()?;
