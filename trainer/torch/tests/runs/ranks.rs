@@ -301,7 +301,7 @@ fn an_error_of_a_launch_is_reported_once() {
         "{err}"
     );
     assert!(
-        err.contains("trainer: rank 1: rank 0 failed while checking the run"),
+        err.contains("trainer: rank 1: rank 0 failed while checking the room for the run"),
         "{err}"
     );
 }
