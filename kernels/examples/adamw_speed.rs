@@ -52,7 +52,7 @@ fn main() {
         Master::Fp16WholeMaster,
     ];
     let rules = [UpdateRule::AdamW, UpdateRule::Lion];
-    let moments = [Moments::Fp32, Moments::Bf16];
+    let moments = [Moments::Fp32, Moments::Bf16, Moments::EightBit];
     let formats = rules.iter().flat_map(|rule| {
         let of = |moments| (*rule, moments);
         moments.map(of)

@@ -7,6 +7,7 @@
 
 use std::arch::x86_64::*;
 
+use super::eight_bit::{self, CodeSign};
 use super::layout::{Elements, MomentPlanes, Weights};
 use super::planes::{prefetch_after, step_planes};
 use super::rounding::{self, RandomBits};
@@ -45,6 +46,17 @@ pub(super) fn narrow(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&
     assert!(InstructionSet::Avx2.available());
     // SAFETY: the assertion above checked the feature the function enables.
     unsafe { with_avx2(random, first, from, to) }
+}
+
+/// Runs `eight_bit::narrow_fast` compiled for AVX2.
+pub(super) fn encode(sign: CodeSign, from: &[f32], codes: &mut [u8], largest: &mut [f32]) {
+    #[target_feature(enable = "avx2")]
+    fn with_avx2(sign: CodeSign, from: &[f32], codes: &mut [u8], largest: &mut [f32]) {
+        eight_bit::narrow_fast(sign, from, codes, largest);
+    }
+    assert!(InstructionSet::Avx2.available());
+    // SAFETY: the assertion above checked the feature the function enables.
+    unsafe { with_avx2(sign, from, codes, largest) }
 }
 
 step_planes!("avx2,fma,f16c", __m256, VectorPair, _mm256_set1_ps);

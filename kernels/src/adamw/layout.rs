@@ -3,7 +3,9 @@
 //! ```text
 //!   param tile   [ parameter; n ]
 //!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
-//!                                              fp32 or bf16        like the momentum; Lion has none, and SGD neither
+//!                                              fp32, bf16 or       like the momentum; Lion has none, and SGD neither
+//!                                              codes of 8 bits
+//!                  then, where moments are codes:  [ largest of each block of momentums ] pad [ of variances ] pad
 //!   grad tile    [ gradient; n ]
 //! ```
 //!
@@ -11,6 +13,7 @@
 
 use std::ops::Range;
 
+use super::eight_bit::{self, BLOCK_ELEMS, CodeSign};
 use crate::cast::{view, view_mut};
 use crate::grad_type::GradType;
 use crate::number;
@@ -85,14 +88,17 @@ pub enum Moments {
     Fp32,
     /// Rounded stochastically after each step, see [`super::Rounding`].
     Bf16,
+    /// Codes of 8 bits and the largest magnitude of each block, as bitsandbytes has them (`eight_bit.rs`).
+    EightBit,
 }
 
 impl Moments {
-    /// Bytes of one element of each moment.
+    /// Bytes of one element of each moment, without what a block of elements shares.
     pub fn elem_bytes(self) -> usize {
         match self {
             Self::Fp32 => 4,
             Self::Bf16 => 2,
+            Self::EightBit => 1,
         }
     }
 }
@@ -120,7 +126,7 @@ impl From<Master> for TileFormat {
 }
 
 impl TileFormat {
-    /// Bytes of state per parameter, without the padding of planes.
+    /// Bytes of state per parameter, without the padding of planes and what blocks of moments share: 1/32 byte for two moments.
     pub fn state_bytes(self) -> usize {
         self.master.first_plane_bytes() + self.moment_bytes().iter().sum::<usize>()
     }
@@ -133,6 +139,15 @@ impl TileFormat {
             UpdateRule::Lion => [bytes, 0],
             UpdateRule::Sgd => [0; 2],
         }
+    }
+
+    /// Bytes of what the blocks of momentum and variance share, in a tile of `elems` elements.
+    fn block_bytes(self, elems: usize) -> [usize; 2] {
+        let bytes = |moment: usize| match self.moments {
+            Moments::EightBit if moment > 0 => 4 * elems.div_ceil(BLOCK_ELEMS),
+            _ => 0,
+        };
+        self.moment_bytes().map(bytes)
     }
 }
 
@@ -153,29 +168,37 @@ pub struct Tile<'a> {
 
 /// Bytes of the state of a tile of `elems` elements.
 pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
-    let [_, variance] = moment_offsets_bytes(format, elems);
-    variance + plane_bytes(format.moment_bytes()[1], elems)
+    plane_bytes(format, elems).into_iter().map(padded).sum()
 }
 
-/// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty where the
-/// parameter is the master, the last for Lion, the last two for SGD.
-pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 3] {
-    let [momentum, variance] = moment_offsets_bytes(format, elems);
-    let [momentum_bytes, variance_bytes] = format.moment_bytes();
+/// Byte ranges of the planes of the state of a tile of `elems` elements, without padding: what is before the moments, momentum, variance,
+/// and the largest magnitudes of the blocks of both. The first is empty where the parameter is the master, the third for Lion, all moments for
+/// SGD, the last two unless moments are in 8 bits.
+pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 5] {
+    let mut start = 0;
+    plane_bytes(format, elems).map(|bytes| {
+        let plane = start..start + bytes;
+        start += padded(bytes);
+        plane
+    })
+}
+
+/// Bytes of each plane of the state.
+fn plane_bytes(format: TileFormat, elems: usize) -> [usize; 5] {
+    let [momentum, variance] = format.moment_bytes();
+    let [momentum_blocks, variance_blocks] = format.block_bytes(elems);
     [
-        0..elems * format.master.first_plane_bytes(),
-        momentum..momentum + elems * momentum_bytes,
-        variance..variance + elems * variance_bytes,
+        elems * format.master.first_plane_bytes(),
+        elems * momentum,
+        elems * variance,
+        momentum_blocks,
+        variance_blocks,
     ]
 }
 
-/// Offsets of the momentum and the variance within the state of a tile of `elems` elements.
-pub(crate) fn moment_offsets_bytes(format: TileFormat, elems: usize) -> [usize; 2] {
-    let momentum = plane_bytes(format.master.first_plane_bytes(), elems);
-    [
-        momentum,
-        momentum + plane_bytes(format.moment_bytes()[0], elems),
-    ]
+/// Bytes of a plane with the padding after it.
+fn padded(bytes: usize) -> usize {
+    bytes.next_multiple_of(PLANE_ALIGN_BYTES)
 }
 
 /// Initializes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so that equal masters give
@@ -243,6 +266,81 @@ pub fn read_masters(format: TileFormat, param: &[u8], state: &[u8], out: &mut [f
     }
 }
 
+/// Reads momentum and variance of a tile of `elems` elements as fp32; one that the rule does not have is empty.
+///
+/// Panics if the slice is too short or does not start at a multiple of 64 bytes.
+pub fn read_moments(format: TileFormat, state: &[u8], elems: usize) -> [Vec<f32>; 2] {
+    check("state", state, state_tile_bytes(format, elems));
+    let [_, momentum, variance, momentum_largest, variance_largest] = state_planes(format, elems);
+    let read = |plane: Range<usize>, largest: Range<usize>, sign| {
+        let plane = &state[plane];
+        match format.moments {
+            Moments::Fp32 => view(plane).to_vec(),
+            Moments::Bf16 => view(plane).iter().copied().map(number::from_bf16).collect(),
+            Moments::EightBit => {
+                let mut wide = vec![0.0; plane.len()];
+                eight_bit::widen(sign, plane, view(&state[largest]), &mut wide);
+                wide
+            }
+        }
+    };
+    [
+        read(momentum, momentum_largest, CodeSign::Signed),
+        read(variance, variance_largest, CodeSign::Unsigned),
+    ]
+}
+
+/// Replaces momentum and variance of the elements `range` of a tile of `elems` elements by `new`, rounded to the nearest. One that the rule does
+/// not have is ignored. Moments in 8 bits of elements in the same blocks are stored anew.
+///
+/// Panics if a slice is too short, or the state does not start at a multiple of 64 bytes.
+pub fn write_moments(
+    format: TileFormat,
+    state: &mut [u8],
+    elems: usize,
+    range: Range<usize>,
+    new: [&[f32]; 2],
+) {
+    check("state", state, state_tile_bytes(format, elems));
+    let planes = state_planes(format, elems);
+    let signs = [CodeSign::Signed, CodeSign::Unsigned];
+    for (moment, (new, sign)) in new.into_iter().zip(signs).enumerate() {
+        let [plane, largest] = [1, 3].map(|first: usize| planes[first + moment].clone());
+        if plane.is_empty() {
+            continue;
+        }
+        match format.moments {
+            Moments::Fp32 => view_mut(&mut state[plane])[range.clone()].copy_from_slice(new),
+            Moments::Bf16 => {
+                let stored = &mut view_mut(&mut state[plane])[range.clone()];
+                for (to, from) in stored.iter_mut().zip(new) {
+                    *to = number::to_bf16(*from);
+                }
+            }
+            Moments::EightBit => {
+                let blocks = blocks_around(&range, elems);
+                let (codes, rest) = state.split_at_mut(largest.start);
+                let largest = view_mut(&mut rest[..largest.len()]);
+                let codes = &mut codes[plane][blocks.clone()];
+                let largest = &mut largest[blocks.start / BLOCK_ELEMS..];
+                let mut wide = vec![0.0; codes.len()];
+                eight_bit::widen(sign, codes, largest, &mut wide);
+                wide[range.start - blocks.start..][..range.len()].copy_from_slice(new);
+                eight_bit::narrow(sign, &wide, codes, largest);
+            }
+        }
+    }
+}
+
+/// All elements of the blocks that `part` of a tile touches.
+pub(super) fn blocks_around(part: &Range<usize>, elems: usize) -> Range<usize> {
+    if part.is_empty() {
+        return part.clone();
+    }
+    let end = part.end.next_multiple_of(BLOCK_ELEMS).min(elems);
+    part.start / BLOCK_ELEMS * BLOCK_ELEMS..end
+}
+
 /// A range of elements: one slice per plane, all of one length. Moments are fp32.
 pub(super) struct Elements<'a> {
     pub(super) weights: Weights<'a>,
@@ -285,12 +383,20 @@ pub(super) struct Planes<'a> {
     pub(super) first: &'a mut [u8],
     pub(super) momentum: &'a mut [u8],
     pub(super) variance: &'a mut [u8],
+    /// Largest magnitudes of the blocks of momentum and variance; empty unless moments are in 8 bits.
+    pub(super) largest: [&'a mut [u8]; 2],
     pub(super) grad: &'a [u8],
 }
 
 impl<'a> Planes<'a> {
-    /// Selects the elements of `range` of a tile whose gradients are of `grad_type`. Panics if a slice is too short or not aligned.
-    pub(super) fn select(tile: Tile<'a>, grad_type: GradType, range: Range<usize>) -> Self {
+    /// Selects the elements of `range` of a tile whose gradients are of `grad_type`, and the moments of `blocks`, which is the range or, where
+    /// moments have blocks, all elements of the blocks around it. Panics if a slice is too short or not aligned.
+    pub(super) fn select(
+        tile: Tile<'a>,
+        grad_type: GradType,
+        range: Range<usize>,
+        blocks: Range<usize>,
+    ) -> Self {
         let Tile {
             format,
             param,
@@ -304,14 +410,31 @@ impl<'a> Planes<'a> {
         check("grad", grad, elems * grad_type.elem_bytes());
 
         let part = |elem_bytes: usize| range.start * elem_bytes..range.end * elem_bytes;
+        let mut rest = state;
+        let [
+            first,
+            momentum,
+            variance,
+            momentum_largest,
+            variance_largest,
+        ] = plane_bytes(format, elems).map(|bytes| {
+            let (plane, after) = std::mem::take(&mut rest).split_at_mut(padded(bytes));
+            rest = after;
+            &mut plane[..bytes]
+        });
+        let of_blocks = |elem_bytes: usize| blocks.start * elem_bytes..blocks.end * elem_bytes;
         let [momentum_bytes, variance_bytes] = format.moment_bytes();
-        let (first, rest) = state.split_at_mut(plane_bytes(master.first_plane_bytes(), elems));
-        let (momentum, variance) = rest.split_at_mut(plane_bytes(momentum_bytes, elems));
+        let largest = [momentum_largest, variance_largest].map(|plane: &mut [u8]| {
+            let end = (4 * blocks.end.div_ceil(BLOCK_ELEMS)).min(plane.len());
+            let start = (4 * (blocks.start / BLOCK_ELEMS)).min(end);
+            &mut plane[start..end]
+        });
         Self {
             param: &mut param[part(master.param_bytes())],
             first: &mut first[part(master.first_plane_bytes())],
-            momentum: &mut momentum[part(momentum_bytes)],
-            variance: &mut variance[part(variance_bytes)],
+            momentum: &mut momentum[of_blocks(momentum_bytes)],
+            variance: &mut variance[of_blocks(variance_bytes)],
+            largest,
             grad: &grad[part(grad_type.elem_bytes())],
         }
     }
@@ -343,10 +466,6 @@ impl<'a> Weights<'a> {
             },
         }
     }
-}
-
-fn plane_bytes(elem_bytes: usize, elems: usize) -> usize {
-    (elem_bytes * elems).next_multiple_of(PLANE_ALIGN_BYTES)
 }
 
 fn check(name: &str, slice: &[u8], bytes_min: usize) {

@@ -27,8 +27,8 @@
 //!
 //! All in fp32; each line of [`adamw`], [`lion`] and [`sgd`] is one rounding, with division and square root as in IEEE 754. Values that
 //! depend on the step alone are computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the
-//! canonical NaN. Moments in bf16 are widened before and rounded after
-//! these operations (`rounding.rs`).
+//! canonical NaN. Moments in bf16 or 8 bits are widened before and rounded after
+//! these operations (`rounding.rs`, `eight_bit.rs`).
 
 use std::iter;
 

@@ -8,8 +8,8 @@ use std::ops::Range;
 
 use super::{Arg, DeviceAt, Function, FunctionUse, Gpu, GpuError, Stream};
 use crate::adamw::{
-    Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, UpdateRule, kernel_scalars,
-    moment_offsets_bytes, state_tile_bytes,
+    BLOCK_ELEMS, Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, UpdateRule, kernel_scalars,
+    state_planes, state_tile_bytes,
 };
 use crate::reduce::{CHUNK_ELEMS, GradType};
 
@@ -17,6 +17,8 @@ use crate::reduce::{CHUNK_ELEMS, GradType};
 const BLOCK_THREADS: usize = 256;
 /// Elements per thread of `steps`, `accumulate` and `store`.
 const THREAD_ELEMS: usize = 4;
+/// Blocks of moments in 8 bits per block of threads.
+const GROUP_BLOCKS: usize = 16;
 /// Chunks per block of `chunk_squares`: one per warp.
 const BLOCK_CHUNKS: usize = 8;
 
@@ -43,7 +45,7 @@ const MASTERS: [&str; 7] = [
     "bf16_master",
     "bf16_master_fp32_grad",
 ];
-const MOMENTS: [&str; 2] = ["", "_bf16_moments"];
+const MOMENTS: [&str; 3] = ["", "_bf16_moments", "_8bit_moments"];
 
 /// Returns the names in the order of [`step_index`].
 fn step_names() -> impl Iterator<Item = String> {
@@ -78,6 +80,7 @@ fn step_index(format: TileFormat, grad_type: GradType) -> usize {
     let moments = match moments {
         Moments::Fp32 => 0,
         Moments::Bf16 => 1,
+        Moments::EightBit => 2,
     };
     (rule * MASTERS.len() + master) * MOMENTS.len() + moments
 }
@@ -146,7 +149,7 @@ impl Kernels {
     /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`].
     ///
     /// Moves 26 bytes per element (split bf16), 22 (bf16 master), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
-    /// less for each moment in bf16. Lion moves no variance: eight less; SGD no momentum either.
+    /// less for each moment in bf16, six less for one in 8 bits. Lion moves no variance: eight less; SGD no momentum either.
     ///
     /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,
     /// `hyper.step` is 0, or the gradients are of the other 16-bit type.
@@ -186,23 +189,35 @@ impl Kernels {
         if range.is_empty() {
             return Ok(());
         }
-        let [momentum, variance] = moment_offsets_bytes(format, elems);
+        let [
+            first,
+            momentum,
+            variance,
+            momentum_largest,
+            variance_largest,
+        ] = state_planes(format, elems).map(|plane| Arg::Ptr(state + plane.start as u64));
         let mut args = vec![
             Arg::Ptr(param),
-            Arg::Ptr(state),
-            Arg::Ptr(state + momentum as u64),
-            Arg::Ptr(state + variance as u64),
+            first,
+            momentum,
+            variance,
             Arg::Ptr(grad),
             Arg::U64(range.start as u64),
             Arg::U64(range.end as u64),
         ];
         args.extend(scalars.map(Arg::F32));
         args.extend(random.map(Arg::U32));
-        let groups = range.end.div_ceil(THREAD_ELEMS) - range.start / THREAD_ELEMS;
+        let groups = |elems: usize| range.end.div_ceil(elems) - range.start / elems;
+        let blocks = if format.moments == Moments::EightBit && format.rule != UpdateRule::Sgd {
+            args.extend([momentum_largest, variance_largest, Arg::U64(elems as u64)]);
+            groups(BLOCK_ELEMS).div_ceil(GROUP_BLOCKS)
+        } else {
+            groups(THREAD_ELEMS).div_ceil(BLOCK_THREADS)
+        };
         let function = &self.steps[step_index(format, grad_type)];
-        // SAFETY: the arguments match the kernel, which writes elements of `range` only; their planes are within their
-        // buffers (checked above). Freeing a buffer waits for the device.
-        unsafe { launch(function, groups.div_ceil(BLOCK_THREADS), stream, &args) }
+        // SAFETY: the arguments match the kernel, which writes elements of `range` and the blocks of moments around it only; their
+        // planes are within their buffers (checked above). Freeing a buffer waits for the device.
+        unsafe { launch(function, blocks, stream, &args) }
     }
 
     /// Enqueues the sum of the squares of `elems` elements into the f64 at `out`, in the order of

@@ -6,7 +6,10 @@
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets, formats};
 use kernels::InstructionSet;
-use kernels::adamw::{Hyper, Master, Rounding, Tile, state_planes, step_range, step_range_with};
+use kernels::adamw::{
+    BLOCK_ELEMS, Hyper, Master, Moments, Rounding, Tile, TileFormat, state_planes, step_range,
+    step_range_with,
+};
 use kernels::number;
 use kernels::reduce::GradType;
 use proptest::prelude::*;
@@ -95,11 +98,19 @@ fn any_hyper() -> impl Strategy<Value = Hyper> {
         )
 }
 
+/// Where a tile may be cut into ranges that have the bits of the whole: blocks of moments in 8 bits stay whole.
+fn cut(format: TileFormat, elem: usize) -> usize {
+    match format.moments {
+        Moments::Fp32 | Moments::Bf16 => elem,
+        Moments::EightBit => elem / BLOCK_ELEMS * BLOCK_ELEMS,
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_scalars_and_any_numbers_give_the_definitions_bits(
-        hyper in any_hyper(), seed: u64, elems in 0usize..200, which in 0usize..24
+        hyper in any_hyper(), seed: u64, elems in 0usize..600, which in 0usize..36
     ) {
         let before = OwnedTile::hard(formats().nth(which).unwrap(), elems, &mut Random(seed));
         let defined = stepped(InstructionSet::Scalar, &hyper, &before);
@@ -115,7 +126,8 @@ fn a_tile_stepped_in_ranges_has_the_bits_of_one_stepped_whole() {
         let before = OwnedTile::hard(format, 50_000, &mut Random(4));
         let whole = stepped(InstructionSet::best(), &HYPER, &before);
         let mut tile = before;
-        for range in [20_001..50_000, 0..3, 3..3, 3..20_001] {
+        let [a, b] = [3, 20_001].map(|elem| cut(format, elem));
+        for range in [b..50_000, 0..a, a..a, a..b] {
             step_range(&HYPER, tile.borrow(), format.master.grad_type(), range);
         }
         tile.assert_same_bits(&whole, "ranges and the whole");
@@ -128,9 +140,10 @@ fn a_range_leaves_the_rest_of_its_tile_alone() {
         let before = OwnedTile::hard(format, 1000, &mut Random(5));
         let mut tile = before.clone();
         let grad_type = format.master.grad_type();
-        step_range(&HYPER, tile.borrow(), grad_type, 100..900);
+        let [a, b] = [300, 900].map(|elem| cut(format, elem));
+        step_range(&HYPER, tile.borrow(), grad_type, a..b);
         // Stepping the other elements too must give the step of the whole tile: elements that were touched would be two steps ahead.
-        for range in [0..100, 900..1000] {
+        for range in [0..a, b..1000] {
             step_range(&HYPER, tile.borrow(), grad_type, range);
         }
         tile.assert_same_bits(
@@ -151,7 +164,8 @@ fn fp32_gradients_that_16_bits_hold_give_the_bits_of_16_bit_gradients() {
             .collect();
         let grad = AlignedBytes::from_bytes(&grad);
         let mut tile = before.clone();
-        for range in [0..1, 1..4097, 4097..5000] {
+        let [a, b] = [1, 4097].map(|elem| cut(format, elem));
+        for range in [0..a, a..b, b..5000] {
             let wide = Tile {
                 grad: &grad,
                 ..tile.borrow()

@@ -5,7 +5,8 @@
 
 use crate::common::{AlignedBytes, OwnedTile, Random, formats, step_tile};
 use kernels::adamw::{
-    Hyper, Master, Rounding, Tile, init_tile, read_masters, state_tile_bytes, step_range,
+    Hyper, Master, Moments, Rounding, Tile, UpdateRule, init_tile, read_masters, state_tile_bytes,
+    step_range,
 };
 use kernels::number;
 
@@ -30,7 +31,14 @@ fn sizes_are_those_the_design_counts_with() {
             format.state_bytes(),
         );
         assert_eq!(state_tile_bytes(format, 0), 0);
-        assert_eq!(state_tile_bytes(format, 64), 64 * format.state_bytes());
+        // Two blocks of 256 elements: their largest magnitudes take a line a moment.
+        let lines = match (format.moments, format.rule) {
+            (Moments::EightBit, UpdateRule::AdamW) => 2,
+            (Moments::EightBit, UpdateRule::Lion) => 1,
+            _ => 0,
+        };
+        let bytes = 320 * format.state_bytes() + 64 * lines;
+        assert_eq!(state_tile_bytes(format, 320), bytes);
         sizes
     });
     assert_eq!(
@@ -44,6 +52,10 @@ fn sizes_are_those_the_design_counts_with() {
             (4, 4, 4),
             (2, 2, 8),
             (2, 2, 4),
+            (2, 2, 4),
+            (4, 4, 2),
+            (2, 2, 6),
+            (2, 2, 2),
             // Lion
             (2, 2, 6),
             (4, 4, 4),
@@ -53,7 +65,15 @@ fn sizes_are_those_the_design_counts_with() {
             (4, 4, 2),
             (2, 2, 6),
             (2, 2, 2),
+            (2, 2, 3),
+            (4, 4, 1),
+            (2, 2, 5),
+            (2, 2, 1),
             // SGD
+            (2, 2, 2),
+            (4, 4, 0),
+            (2, 2, 4),
+            (2, 2, 0),
             (2, 2, 2),
             (4, 4, 0),
             (2, 2, 4),
@@ -64,6 +84,10 @@ fn sizes_are_those_the_design_counts_with() {
             (2, 2, 0),
         ]
     );
+}
+
+#[test]
+fn planes_are_padded_to_lines() {
     let tile_bytes = |elems| -> Vec<usize> {
         formats()
             .map(|format| state_tile_bytes(format, elems))
@@ -71,8 +95,15 @@ fn sizes_are_those_the_design_counts_with() {
     };
     // One element: each plane is padded to 64 bytes.
     let (adamw, lion, sgd) = ([192, 128, 192, 128], [128, 64, 128, 64], [64, 0, 64, 0]);
-    assert_eq!(tile_bytes(1), [adamw, adamw, lion, lion, sgd, sgd].concat());
-    // 33 elements: 66 bytes of each 16-bit plane, 132 of each fp32 plane.
+    let (adamw_8bit, lion_8bit) = ([320, 256, 320, 256], [192, 128, 192, 128]);
+    assert_eq!(
+        tile_bytes(1),
+        [
+            adamw, adamw, adamw_8bit, lion, lion, lion_8bit, sgd, sgd, sgd
+        ]
+        .concat()
+    );
+    // 33 elements: 66 bytes of each 16-bit plane, 132 of each fp32 plane, 33 of codes and 4 of their block.
     assert_eq!(
         tile_bytes(33),
         [
@@ -84,6 +115,10 @@ fn sizes_are_those_the_design_counts_with() {
             128 * 2,
             192 + 128 * 2,
             128 * 2,
+            128 + 64 * 4,
+            64 * 4,
+            192 + 64 * 4,
+            64 * 4,
             128 + 192,
             192,
             192 * 2,
@@ -92,6 +127,14 @@ fn sizes_are_those_the_design_counts_with() {
             128,
             192 + 128,
             128,
+            128 + 64 * 2,
+            64 * 2,
+            192 + 64 * 2,
+            64 * 2,
+            128,
+            0,
+            192,
+            0,
             128,
             0,
             192,

@@ -5,7 +5,7 @@
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, TileFormat, init_tile, read_masters, state_planes,
+    Hyper, Master, Moments, Rounding, TileFormat, init_tile, read_masters, read_moments,
 };
 use kernels::number;
 
@@ -29,13 +29,11 @@ fn bf16(master: Master) -> TileFormat {
 
 /// Returns momentum and variance of each element.
 fn moments(tile: &OwnedTile) -> Vec<[f32; 2]> {
-    let [_, momentum, variance] = state_planes(tile.format, tile.elems);
-    let at = |plane: usize, elem: usize| match tile.format.moments {
-        Moments::Fp32 => tile.state.f32_at(plane + 4 * elem),
-        Moments::Bf16 => number::from_bf16(tile.state.u16_at(plane + 2 * elem)),
-    };
-    (0..tile.elems)
-        .map(|elem| [at(momentum.start, elem), at(variance.start, elem)])
+    let [momentum, variance] = read_moments(tile.format, &tile.state, tile.elems);
+    momentum
+        .into_iter()
+        .zip(variance)
+        .map(<[f32; 2]>::from)
         .collect()
 }
 
@@ -251,11 +249,21 @@ pub(crate) fn losses(format: TileFormat, steps: u64) -> Vec<f64> {
 
 #[test]
 fn four_hundred_steps_have_the_losses_of_fp32_moments_within_two_percent() {
-    let [fp32, bf16] = [Master::Fp32.into(), bf16(Master::Fp32)].map(|format| losses(format, 400));
-    println!("fp32 {fp32:?}\nbf16 {bf16:?}");
+    let of = |moments| TileFormat {
+        moments,
+        ..Master::Fp32.into()
+    };
+    let [fp32, bf16, eight] =
+        [Moments::Fp32, Moments::Bf16, Moments::EightBit].map(|moments| losses(of(moments), 400));
+    println!("fp32 {fp32:?}\nbf16 {bf16:?}\n8bit {eight:?}");
     assert!(fp32[7] < fp32[0] / 10.0, "{fp32:?}: nothing was learned");
-    assert!(fp32 != bf16, "nothing was rounded");
-    for (fp32, bf16) in fp32.iter().zip(&bf16) {
-        assert!((bf16 / fp32 - 1.0).abs() < 0.02, "{bf16}, fp32 {fp32}");
+    for rounded in [bf16, eight] {
+        assert!(fp32 != rounded, "nothing was rounded");
+        for (fp32, rounded) in fp32.iter().zip(&rounded) {
+            assert!(
+                (rounded / fp32 - 1.0).abs() < 0.02,
+                "{rounded}, fp32 {fp32}"
+            );
+        }
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::common::{MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters, state_planes,
+    Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters, read_moments,
 };
 use kernels::number;
 
@@ -46,11 +46,7 @@ fn masters_of(tile: &OwnedTile) -> Vec<f32> {
 }
 
 fn momentum_of(tile: &OwnedTile, elem: usize) -> f32 {
-    let at = state_planes(tile.format, tile.elems)[1].start;
-    match tile.format.moments {
-        Moments::Fp32 => tile.state.f32_at(at + 4 * elem),
-        Moments::Bf16 => number::from_bf16(tile.state.u16_at(at + 2 * elem)),
-    }
+    read_moments(tile.format, &tile.state, tile.elems)[0][elem]
 }
 
 /// Returns the gradient as tiles store it.

@@ -6,6 +6,7 @@ mod adamw_tiles;
 mod bf16_masters;
 mod bf16_moments;
 mod common;
+mod eight_bit_moments;
 mod lion;
 mod reduce;
 mod sgd;

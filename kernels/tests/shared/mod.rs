@@ -20,7 +20,9 @@ pub(crate) fn formats() -> impl Iterator<Item = TileFormat> {
                 moments,
             })
         };
-        [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of)
+        [Moments::Fp32, Moments::Bf16, Moments::EightBit]
+            .into_iter()
+            .flat_map(of)
     })
 }
 
@@ -120,11 +122,13 @@ impl OwnedTile {
             master, moments, ..
         } = tile.format;
         random.fill_hard(&mut tile.param, master.param_bytes());
-        let moments_at = state_planes(tile.format, elems)[1].start;
-        let (first, moments_planes) = tile.state.split_at_mut(moments_at);
+        let [_, momentum, _, largest, _] = state_planes(tile.format, elems);
+        let (first, moments_planes) = tile.state.split_at_mut(momentum.start);
         let first_bytes = if master == Master::SplitBf16 { 2 } else { 4 };
         random.fill_hard(first, first_bytes);
+        let (moments_planes, largest) = moments_planes.split_at_mut(largest.start - momentum.start);
         random.fill_hard(moments_planes, moments.elem_bytes());
+        random.fill_hard(largest, 4);
         random.fill_hard(&mut tile.grad, master.grad_bytes());
         tile
     }
@@ -237,9 +241,10 @@ impl Random {
     pub(crate) fn fill_hard(&mut self, bytes: &mut [u8], elem_bytes: usize) {
         for elem in bytes.chunks_exact_mut(elem_bytes) {
             match elem_bytes {
+                1 => elem[0] = self.bits() as u8,
                 2 => elem.copy_from_slice(&self.hard_u16().to_le_bytes()),
                 4 => elem.copy_from_slice(&self.hard_f32().to_le_bytes()),
-                _ => unreachable!("elements have 2 or 4 bytes"),
+                _ => unreachable!("elements have 1, 2 or 4 bytes"),
             }
         }
     }

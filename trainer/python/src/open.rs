@@ -47,7 +47,7 @@ pub(crate) struct Plan {
     resident_fraction: f64,
     /// Fraction of the gradients that stays in host memory until the update.
     gradients_fraction: f64,
-    /// `fp32` or `bf16`: how the optimizer's moments are stored.
+    /// `fp32`, `bf16` or `8bit`: how the optimizer's moments are stored.
     pub(crate) moments: String,
     /// `fp32` or `bf16`: how the masters of bf16 parameters are stored.
     pub(crate) master: String,
@@ -235,6 +235,7 @@ impl Plan {
         let moments = match self.moments.as_str() {
             "fp32" => Moments::Fp32,
             "bf16" => Moments::Bf16,
+            "8bit" => Moments::EightBit,
             other => return Err(Error::new_err(format!("moments of type {other}"))),
         };
         let bf16 = match self.master.as_str() {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, init_tile, read_masters, state_planes, state_tile_bytes,
+    Hyper, Master, Rounding, init_tile, read_masters, read_moments, state_planes, state_tile_bytes,
+    write_moments,
 };
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
@@ -116,17 +117,8 @@ pub(crate) fn read_state(format: &Format, param: &[u8], state: &[u8]) -> [Vec<u8
     let UpdateFormat { format, .. } = format.update.expect("only trained units have state");
     let mut whole = vec![0.0; param.len() / param_bytes];
     read_masters(format, param, state, &mut whole);
-    let [_, momentum, variance] = state_planes(format, whole.len());
-    let moments = |plane: Range<usize>| -> Vec<u8> {
-        match format.moments {
-            Moments::Fp32 => state[plane].to_vec(),
-            Moments::Bf16 => (state[plane].chunks_exact(2))
-                .flat_map(|b| bf16_of(b).to_f32().to_ne_bytes())
-                .collect(),
-        }
-    };
-    let whole = whole.into_iter().flat_map(f32::to_ne_bytes).collect();
-    [whole, moments(momentum), moments(variance)]
+    let [momentum, variance] = read_moments(format, state, whole.len());
+    [whole, momentum, variance].map(|plane| plane.into_iter().flat_map(f32::to_ne_bytes).collect())
 }
 
 /// Gives `params`, whole parameters of a tile's unit, the fp32 masters `new` of the tile. Other parameters and all moments stay.
@@ -161,24 +153,11 @@ pub(crate) fn rewrite_moments(
 ) {
     let elems = tile.param.len() / format.param_bytes;
     let UpdateFormat { format, .. } = format.update.expect("only trained units are rewritten");
-    let [_, momentum, variance] = state_planes(format, elems);
     // Lion has no variance, and Muon's tiles have no moments.
-    let planes = [momentum, variance].into_iter().zip(new);
-    for (plane, new) in planes.filter(|(plane, _)| !plane.is_empty()) {
-        let plane = &mut tile.state[plane];
-        for (within, _) in parts(&tile.range.elems, params) {
-            let new = &new[bytes_of(&within, 4)];
-            match format.moments {
-                Moments::Fp32 => plane[bytes_of(&within, 4)].copy_from_slice(new),
-                Moments::Bf16 => {
-                    let rounded = new.chunks_exact(4).map(|b| bf16::from_f32(f32_of(b)));
-                    let plane = plane[bytes_of(&within, 2)].chunks_exact_mut(2);
-                    for (to, from) in plane.zip(rounded) {
-                        to.copy_from_slice(&from.to_ne_bytes());
-                    }
-                }
-            }
-        }
+    let new = new.map(|plane| plane.chunks_exact(4).map(f32_of).collect::<Vec<_>>());
+    for (within, _) in parts(&tile.range.elems, params) {
+        let planes = [&new[0], &new[1]].map(|plane| plane.get(within.clone()).unwrap_or_default());
+        write_moments(format, tile.state, elems, within, planes);
     }
 }
 

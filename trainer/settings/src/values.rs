@@ -56,6 +56,9 @@ pub enum MomentsType {
     Fp32,
     /// Rounded stochastically.
     Bf16,
+    /// Codes in blocks of 256 elements, as bitsandbytes has them.
+    #[serde(rename = "8bit")]
+    EightBit,
 }
 
 impl MomentsType {
@@ -67,6 +70,7 @@ impl MomentsType {
         match self {
             Self::Fp32 => "fp32",
             Self::Bf16 => "bf16",
+            Self::EightBit => "8bit",
         }
     }
 }
@@ -98,6 +102,7 @@ impl From<MomentsType> for Moments {
         match moments {
             MomentsType::Fp32 => Self::Fp32,
             MomentsType::Bf16 => Self::Bf16,
+            MomentsType::EightBit => Self::EightBit,
         }
     }
 }

@@ -44,10 +44,13 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
         state_tile_bytes: state_tile_bytes_of!(
             AdamW Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             AdamW Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            AdamW EightBit: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Lion Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Lion Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Lion EightBit: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Sgd Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Sgd Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Sgd EightBit: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
         ),
     }
 }

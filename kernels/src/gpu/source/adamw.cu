@@ -6,6 +6,8 @@
 // processed element by element.
 //
 // Moments and masters in bf16 are rounded with the random bits of adamw/rounding.rs.
+//
+// Moments in 8 bits have a largest magnitude for each 256 elements, which a warp takes; see adamw/eight_bit.rs.
 
 struct Scalars {
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -206,6 +208,131 @@ DEVICE void step(const Scalars &s, const Random &random, typename Master::Param 
     }
 }
 
+// Elements of a block of moments, and blocks that 256 threads take.
+#define BLOCK_ELEMS 256
+#define GROUP_BLOCKS 16
+#define LANE_ELEMS (BLOCK_ELEMS / WARP_LANES)
+
+// The start of a part of 0.1 to 1.
+DEVICE float border(u32 part, u32 parts) {
+    float width = div_f32(1.0f - 0.1f, (float)parts);
+    if (part < (parts + 1) / 2) return fma_f32(width, (float)part, 0.1f);
+    return fma_f32(-width, (float)(parts - part), 1.0f);
+}
+
+// The value of a code: of a momentum if it is signed, else of a variance.
+DEVICE float code_value(u32 code, bool is_signed) {
+    const float decades[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
+    u32 zero = is_signed ? 127 : 0;
+    if (code == zero) return 0.0f;
+    if (code == 255) return 1.0f;
+    u32 number = is_signed ? (code < zero ? zero - code : code - zero) : code + 1;
+    u32 decade = 0, parts = is_signed ? 1 : 2;
+    while (parts * 2 <= number) {
+        parts *= 2;
+        decade++;
+    }
+    u32 part = number - parts;
+    float magnitude = decades[decade] * (0.5f * (border(part, parts) + border(part + 1, parts)));
+    return code < zero ? -magnitude : magnitude;
+}
+
+// The codes' values, and the middle between each and the next one.
+struct Codes {
+    float values[256], middles[256];
+    // Each thread of the 256 makes one entry; before the middles, all values are there.
+    DEVICE void make_value(u32 code, bool is_signed) { values[code] = code_value(code, is_signed); }
+    DEVICE void make_middle(u32 code) {
+        if (code < 255) middles[code] = (values[code] + values[code + 1]) * 0.5f;
+    }
+    // How many middles are below x.
+    DEVICE u8 nearest(float x) const {
+        u32 code = 0;
+        for (u32 step = 128; step > 0; step /= 2) {
+            if (x > middles[code + step - 1]) code += step;
+        }
+        return (u8)code;
+    }
+};
+
+// The largest magnitude of a warp's elements; a NaN counts as the largest.
+DEVICE float largest_of(const float *x) {
+    u32 largest = 0;
+    for (u32 i = 0; i < LANE_ELEMS; i++) {
+        u32 bits = bits_of(x[i]) & 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+    }
+    for (u32 mask = WARP_LANES / 2; mask > 0; mask /= 2) {
+        u32 bits = shuffle_xor(largest, mask);
+        largest = bits > largest ? bits : largest;
+    }
+    return canonical(float_of(largest));
+}
+
+// A plane of codes with what its blocks share.
+struct CodePlane {
+    u8 *codes;
+    float *largest;
+    DEVICE float read(const Codes &map, u64 at) const { return map.values[codes[at]] * largest[at / BLOCK_ELEMS]; }
+    // Stores the block that starts at `start`; the lane has every 32nd element, from `lane` on.
+    // No number above 0 has a code below the least one.
+    DEVICE void store(const Codes &map, u64 start, u32 lane, u64 elems, const float *x, u8 least) const {
+        float whole = largest_of(x);
+        float inverse = div_f32(1.0f, whole > 1e-38f ? whole : 1e-38f);
+        for (u32 i = 0; i < LANE_ELEMS; i++) {
+            u64 at = start + lane + i * WARP_LANES;
+            u8 code = map.nearest(x[i] * inverse);
+            if (at < elems) codes[at] = x[i] > 0.0f && code < least ? least : code;
+        }
+        if (lane == 0) largest[start / BLOCK_ELEMS] = whole;
+    }
+};
+
+// Steps the elements [start, end) of a tile of `elems` elements, and stores the blocks of moments around them.
+template <class Rule, class Master, class Grad, bool HAS_VARIANCE>
+DEVICE void step_blocks(const Scalars &s, const Random &random, typename Master::Param *param,
+                        typename Master::First *first, CodePlane momentum, CodePlane variance,
+                        const typename Grad::Stored *grad, u64 elems, u64 start, u64 end) {
+    __shared__ Codes momentum_map, variance_map;
+    momentum_map.make_value(thread_x(), true);
+    variance_map.make_value(thread_x(), false);
+    block_barrier();
+    momentum_map.make_middle(thread_x());
+    variance_map.make_middle(thread_x());
+    block_barrier();
+    u32 lane = thread_x() % WARP_LANES;
+    u64 group = start / BLOCK_ELEMS + (u64)block_x() * GROUP_BLOCKS;
+    for (u32 block = thread_x() / WARP_LANES; block < GROUP_BLOCKS; block += 256 / WARP_LANES) {
+        u64 block_start = (group + block) * BLOCK_ELEMS;
+        // Whole warps return or stay.
+        if (block_start >= end) return;
+        float m[LANE_ELEMS], v[LANE_ELEMS];
+        for (u32 i = 0; i < LANE_ELEMS; i++) {
+            u64 at = block_start + lane + i * WARP_LANES;
+            m[i] = v[i] = 0.0f;
+            if (at >= elems) continue;
+            m[i] = momentum.read(momentum_map, at);
+            if (HAS_VARIANCE) v[i] = variance.read(variance_map, at);
+            if (at < start || at >= end) continue;
+            float master = Master::join(param[at], first[at]);
+            Rule::update(s, master, m[i], v[i], Grad::value(grad[at]));
+            Master::split(master, param[at], first[at], random, random.first_elem + (u32)at);
+        }
+        momentum.store(momentum_map, block_start, lane, elems, m, 0);
+        if (HAS_VARIANCE) variance.store(variance_map, block_start, lane, elems, v, 1);
+    }
+}
+
+#define STEP_BLOCKS(name, Rule, Master, Grad, HAS_VARIANCE)                                          \
+    KERNEL LAUNCH_BOUNDS(256)                                                                        \
+    name(Master::Param *param, Master::First *first, u8 *momentum, u8 *variance,                     \
+         const Grad::Stored *grad, u64 start, u64 end, SCALARS, float *momentum_largest,             \
+         float *variance_largest, u64 elems) {                                                       \
+        TAKE_SCALARS;                                                                                \
+        CodePlane m = {momentum, momentum_largest}, v = {variance, variance_largest};                \
+        step_blocks<Rule, Master, Grad, HAS_VARIANCE>(s, random, param, first, m, v, grad, elems,    \
+                                                      start, end);                                   \
+    }
 #define STEP(name, Rule, Master, Grad, Momentum, Variance)                                           \
     KERNEL LAUNCH_BOUNDS(256)                                                                        \
     name(Master::Param *param, Master::First *first, Momentum::Stored *momentum,                     \
@@ -217,10 +344,13 @@ DEVICE void step(const Scalars &s, const Random &random, typename Master::Param 
 #define STEPS(name, Master, Grad)                                                                    \
     STEP(adamw_##name, AdamW, Master, Grad, Fp32Moment, Fp32Moment)                                  \
     STEP(adamw_##name##_bf16_moments, AdamW, Master, Grad, Bf16Moment, Bf16Moment)                   \
+    STEP_BLOCKS(adamw_##name##_8bit_moments, AdamW, Master, Grad, true)                              \
     STEP(lion_##name, Lion, Master, Grad, Fp32Moment, NoMoment)                                      \
     STEP(lion_##name##_bf16_moments, Lion, Master, Grad, Bf16Moment, NoMoment)                       \
+    STEP_BLOCKS(lion_##name##_8bit_moments, Lion, Master, Grad, false)                               \
     STEP(sgd_##name, Sgd, Master, Grad, NoMoment, NoMoment)                                          \
-    STEP(sgd_##name##_bf16_moments, Sgd, Master, Grad, NoMoment, NoMoment)
+    STEP(sgd_##name##_bf16_moments, Sgd, Master, Grad, NoMoment, NoMoment)                           \
+    STEP(sgd_##name##_8bit_moments, Sgd, Master, Grad, NoMoment, NoMoment)
 
 STEPS(split_bf16, SplitBf16, Bf16Grad)
 STEPS(split_bf16_fp32_grad, SplitBf16, Fp32Grad)

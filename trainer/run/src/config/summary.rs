@@ -26,6 +26,7 @@ impl RunSettings {
                 match optimizer.moments {
                     MomentsType::Fp32 => "",
                     MomentsType::Bf16 => ", moments in bf16",
+                    MomentsType::EightBit => ", moments in 8 bits",
                 },
                 match optimizer.master {
                     MasterType::Fp32 => "",

@@ -43,6 +43,11 @@ fn deepspeeds_switches_of_masters_and_moments_are_read_and_contradict_no_key() {
         let text = of(bf16, json!({})).unwrap_err();
         assert!(text.contains(part), "{text}");
     }
+    let text = of(on.clone(), json!({"moments": "8bit"})).unwrap_err();
+    assert!(
+        text.contains("\"8bit\" contradicts bf16.bf16_optimizer_states"),
+        "{text}"
+    );
     for (bf16, own) in [(on, json!({"master": "fp32"})), (off, same)] {
         let text = of(bf16, own).unwrap_err();
         let part = "contradicts bf16.bf16_master_weights_and_grads: leave one of them out";
@@ -106,7 +111,7 @@ fn everything_wrong_is_told_at_once() {
         "optimizer.type: \"Adagrad\" is not supported: use \"AdamW\", \"Adam\" or \"Lion\"",
         "scheduler.params.total_num_steps is missing",
         "bf16.enabled: expected true",
-        "offloadd.moments: \"fp8\": use \"fp32\" or \"bf16\"",
+        "offloadd.moments: \"fp8\": use \"fp32\", \"bf16\" or \"8bit\"",
         "unknown key `offloadd.comit_every`; did you mean `offloadd.commit_every`?",
         "offloadd.update_threads: 0: must be at least 1",
         "offloadd.mlp_chunks: 0: must be at least 1",

@@ -119,7 +119,8 @@ pub fn moments(
     bf16: &Bf16Toml,
 ) -> Result<MomentsType, SettingsError> {
     let switch = ("bf16_optimizer_states", bf16.bf16_optimizer_states);
-    let words = [("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)];
+    let words = [MomentsType::Fp32, MomentsType::Bf16, MomentsType::EightBit];
+    let words = words.map(|moments| (moments.word(), moments));
     if switch.1 == Some(true) && bf16.bf16_master_weights_and_grads != Some(true) {
         return Err(value(
             "bf16.bf16_optimizer_states",
@@ -162,10 +163,12 @@ fn switched<'a>(
     }
     match (given.as_deref(), on) {
         (None, Some(true)) => Ok(Some("bf16")),
-        (Some(word @ "fp32"), Some(true)) | (Some(word @ "bf16"), Some(false)) => Err(value(
-            key,
-            format!("\"{word}\" contradicts bf16.{switch}: leave one of them out"),
-        )),
+        (Some(word @ ("fp32" | "8bit")), Some(true)) | (Some(word @ "bf16"), Some(false)) => {
+            Err(value(
+                key,
+                format!("\"{word}\" contradicts bf16.{switch}: leave one of them out"),
+            ))
+        }
         (given, _) => Ok(given),
     }
 }
@@ -176,8 +179,10 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     if reader == Reader::Package {
         return if kind.contains("muon") {
             "use \"AdamW\", \"Adam\" or \"Lion\"; or offloadd.optim.Muon in a loop of your own, whose parameters stay in memory"
+        } else if kind.contains("lion") {
+            "use \"Lion\", with offloadd.moments = \"bf16\" or \"8bit\" for less memory"
         } else if kind.contains("8bit") || kind.contains("paged") {
-            "use \"AdamW\" with offloadd.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
+            "use \"AdamW\", with offloadd.moments = \"8bit\" for moments as bitsandbytes has them, 2 bytes a parameter; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
         } else {
             "use \"AdamW\", \"Adam\" or \"Lion\""
         };
@@ -189,9 +194,9 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     } else if kind.starts_with("onebit") || kind.starts_with("zeroone") {
         "it compresses gradients between GPUs, which this program sends whole; use \"AdamW\" with its lr, betas, eps and weight_decay, and leave out what configures the compression"
     } else if kind.contains("lion") {
-        "use \"Lion\", with optimizer.moments = \"bf16\" for less memory"
+        "use \"Lion\", with optimizer.moments = \"bf16\" or \"8bit\" for less memory"
     } else if kind.contains("8bit") || kind.contains("paged") {
-        "use \"AdamW\" with optimizer.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16 where 8-bit ones take 2; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
+        "use \"AdamW\", with optimizer.moments = \"8bit\" for moments as bitsandbytes has them, 2 bytes a parameter; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
     } else if kind.starts_with("adamw") {
         "use \"AdamW\""
     } else {

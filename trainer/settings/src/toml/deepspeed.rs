@@ -63,8 +63,8 @@ keys! {
         #[example("[{ params = [\"embed_tokens\", \"lm_head\"], lr = 1e-6, weight_decay = 0.0 }]")]
         #[only(trainer)]
         pub groups: Option<Vec<ParamGroupToml>>,
-        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, which makes the state of AdamW
-        /// 4 bytes a parameter smaller and Lion's 2. Fixed for the life of a run.
+        /// Number format of momentum and variance: "fp32", "bf16" with stochastic rounding, which makes the state of AdamW 4 bytes a
+        /// parameter smaller and Lion's 2, or "8bit" as bitsandbytes has it, 6 bytes smaller and Lion's 3. Fixed for the life of a run.
         #[default("\"fp32\"")]
         #[example("\"bf16\"")]
         #[only(trainer)]

@@ -69,8 +69,8 @@ keys! {
         /// node if there is room) or "all" (the ranks of all nodes).
         #[default("\"auto\"")]
         pub shard: Option<String>,
-        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, 4 bytes a parameter less in memory, on
-        /// drives and in checkpoints. A run or checkpoint with other moments is refused.
+        /// Number format of momentum and variance: "fp32", "bf16" with stochastic rounding, 4 bytes a parameter less in memory, on
+        /// drives and in checkpoints, or "8bit" as bitsandbytes has it, 6 bytes less. A run or checkpoint with other moments is refused.
         #[default("\"fp32\"")]
         pub moments: Option<String>,
         /// Number format of the masters of bf16 parameters: "fp32" (exact), or "bf16": the parameter is its own master, rounded

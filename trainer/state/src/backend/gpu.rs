@@ -219,7 +219,7 @@ impl UnitTiles {
     }
 
     /// Offset of each plane of a range's state in the shard, and the plane's bytes in the range's tile.
-    fn state_at(&self, format: TileFormat, range: &TileRange) -> [(usize, Range<usize>); 3] {
+    fn state_at(&self, format: TileFormat, range: &TileRange) -> [(usize, Range<usize>); 5] {
         let count = |elems: &Range<u64>| (elems.end - elems.start) as usize;
         let own = state_planes(format, count(&self.elems));
         let tile = state_planes(format, count(&range.elems));

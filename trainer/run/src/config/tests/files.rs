@@ -38,7 +38,7 @@ fn an_unknown_value_is_refused_with_the_list_of_valid_ones() {
             "use \"deferred\" or \"immediate\"",
         ),
         ("offload.host_memory_bytes", "expected a number of bytes"),
-        ("optimizer.moments", "use \"fp32\" or \"bf16\""),
+        ("optimizer.moments", "use \"fp32\", \"bf16\" or \"8bit\""),
         ("optimizer.master", "use \"fp32\" or \"bf16\""),
     ] {
         let text = refused(&[(key, json!("tpu"))]);

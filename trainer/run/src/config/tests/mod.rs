@@ -508,12 +508,17 @@ fn parameter_groups_are_checked_against_the_models_names() {
 }
 
 #[test]
-fn moments_in_bf16_are_shown_and_named_instead_of_8_bit_state() {
-    let run = run_with(&[("optimizer.moments", json!("bf16"))]).unwrap();
-    assert_eq!(run.optimizer.moments, MomentsType::Bf16);
-    assert!(run.summary()[0].ends_with(", moments in bf16"));
+fn moments_in_fewer_bits_are_shown_and_named_instead_of_an_optimizer() {
+    for (word, moments, shown) in [
+        ("bf16", MomentsType::Bf16, ", moments in bf16"),
+        ("8bit", MomentsType::EightBit, ", moments in 8 bits"),
+    ] {
+        let run = run_with(&[("optimizer.moments", json!(word))]).unwrap();
+        assert_eq!(run.optimizer.moments, moments);
+        assert!(run.summary()[0].ends_with(shown));
+    }
     let text = refused(&[("optimizer.type", json!("AdamW8bit"))]);
-    assert!(text.contains("optimizer.moments = \"bf16\""), "{text}");
+    assert!(text.contains("optimizer.moments = \"8bit\""), "{text}");
 }
 
 #[test]
@@ -797,7 +802,7 @@ fn other_optimizers_are_refused_by_name_with_what_to_do() {
         ("paged_lion_8bit", "use \"Lion\""),
         (
             "adamw_8bit",
-            "use \"AdamW\" with optimizer.moments = \"bf16\", or \"Lion\"",
+            "use \"AdamW\", with optimizer.moments = \"8bit\"",
         ),
         (
             "sgd",

@@ -100,7 +100,7 @@ fn the_report_has_its_documented_names() {
 }
 
 #[test]
-fn moments_and_masters_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
+fn moments_in_fewer_bits_masters_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
     let machine = h200(0.0);
     let of = |kind: &str, moments: &str, master: &str| {
         let changes = [
@@ -123,6 +123,7 @@ fn moments_and_masters_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
     for (kind, moments, master, bytes_each, moved_each) in [
         ("AdamW", "fp32", "fp32", 12, 26),
         ("AdamW", "bf16", "fp32", 8, 18),
+        ("AdamW", "8bit", "fp32", 6, 14),
         ("Lion", "fp32", "fp32", 8, 18),
         ("Lion", "bf16", "fp32", 6, 14),
         ("AdamW", "fp32", "bf16", 10, 22),
