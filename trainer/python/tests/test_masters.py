@@ -64,7 +64,10 @@ def test_losses_with_masters_in_bf16_stay_near_those_with_fp32_ones(tmp_path):
 
 
 @needs_daemon
-def test_tiers_and_a_resume_change_no_bit_and_another_master_is_refused(tmp_path):
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+def test_tiers_and_a_resume_change_no_bit_and_another_master_is_refused(tmp_path, moments):
+    rounded = {"master": "bf16", "moments": moments}
+
     def steps(first, last, name, device="nvme", **own):
         model = model_of(torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -77,16 +80,16 @@ def test_tiers_and_a_resume_change_no_bit_and_another_master_is_refused(tmp_path
                 run.save_checkpoint(tmp_path / "saved")
             return losses, values(model)
 
-    whole, weights = steps(0, 6, "whole", "cpu", **ROUNDED)
-    assert steps(0, 6, "none", "none", **ROUNDED)[0] == whole
-    steps(0, 3, "cut", **ROUNDED)
+    whole, weights = steps(0, 6, "whole", "cpu", **rounded)
+    assert steps(0, 6, "none", "none", **rounded)[0] == whole
+    steps(0, 3, "cut", **rounded)
     with pytest.raises(offloadd.LayoutChanged, match="begun with masters in bf16, and offloadd.master is now fp32; set it to bf16"):
-        steps(3, 6, "cut", moments="bf16")
-    losses, resumed = steps(3, 6, "cut", optimizer_step="immediate", **ROUNDED)
+        steps(3, 6, "cut", moments=moments)
+    losses, resumed = steps(3, 6, "cut", optimizer_step="immediate", **rounded)
     assert losses == whole[3:] and equal(resumed, weights)
     model = model_of(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with offloadd.prepare(model, optimizer, config("cpu", tmp_path, moments="bf16"), run_dir=tmp_path / "other") as run:
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path, moments=moments), run_dir=tmp_path / "other") as run:
         with pytest.raises(offloadd.LayoutChanged, match="master"):
             run.load_checkpoint(tmp_path / "saved")
 

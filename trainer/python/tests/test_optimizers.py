@@ -32,7 +32,7 @@ OPTIONS = [
 ADAMW = r'use torch.optim.AdamW \(a Trainer makes it with optim="adamw_torch"\)'
 MUON = "use offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks"
 LION = r'use lion_pytorch.Lion \(a Trainer makes it with optim="lion_32bit"\)'
-BYTES = r', whose moments take {} bytes a parameter, {} with offloadd.moments = "bf16", in host memory or on drives and none on a GPU'
+BYTES = r', whose moments take {} bytes a parameter, {} with offloadd.moments = "bf16" and {} with "8bit", in host memory or on drives and none on a GPU'
 # Those are not installed: classes with the modules and names of the real ones.
 OTHERS = {
     **dict.fromkeys(
@@ -51,10 +51,12 @@ OTHERS = {
             "transformers.trainer_pt_utils.LayerWiseDummyOptimizer",
             "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
         ],
-        ADAMW + BYTES.format(8, 4) + '; those of optim="lion_32bit" take half',
+        ADAMW + BYTES.format(8, 4, 2) + '; those of optim="lion_32bit" take half',
     ),
     **dict.fromkeys(["muon.MuonWithAuxAdam", "muon.SingleDeviceMuonWithAuxAdam", "dion.muon.Muon"], MUON),
-    **dict.fromkeys(["bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit", "pytorch_optimizer.optimizer.lion.Lion"], LION + BYTES.format(4, 2)),
+    **dict.fromkeys(
+        ["bitsandbytes.optim.lion.Lion", "bitsandbytes.optim.lion.Lion8bit", "pytorch_optimizer.optimizer.lion.Lion"], LION + BYTES.format(4, 2, 1)
+    ),
     **dict.fromkeys(
         [
             "bitsandbytes.optim.adamw.AdamW",
@@ -117,13 +119,11 @@ def test_the_lion_of_lion_pytorch_is_taken_unless_its_options_change_the_update(
 
 # What `optim` may be in TrainingArguments: the rule that updates, or the name that a message gives instead.
 AS_ADAMW, AS_LION = ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit"], ["lion_32bit", "paged_lion_32bit"]
-OPTIM = {**dict.fromkeys(AS_ADAMW, "AdamW"), **dict.fromkeys(AS_LION, "Lion"), **dict.fromkeys(["lion_8bit", "paged_lion_8bit"], "lion_32bit")}
-# None of these has the update of AdamW, or its moments in 32 bits.
-OPTIM.update(
-    dict.fromkeys(
-        ["adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"], "adamw_torch"
-    )
-)
+# With moments as bitsandbytes has them.
+EIGHT_BITS = {**dict.fromkeys(["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"], "AdamW"), **dict.fromkeys(["lion_8bit", "paged_lion_8bit"], "Lion")}
+OPTIM = {**dict.fromkeys(AS_ADAMW, "AdamW"), **dict.fromkeys(AS_LION, "Lion"), **EIGHT_BITS}
+# None of these has the update of AdamW, or moments that are served.
+OPTIM.update(dict.fromkeys(["adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit"], "adamw_torch"))
 OPTIM.update(
     dict.fromkeys(["ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "grokadamw", "stable_adamw", "lomo", "adalomo"], "adamw_torch")
 )
@@ -145,13 +145,15 @@ def test_every_optimizer_that_a_trainer_names_is_served_or_refused_before_a_mode
             assert rule_named(name) == expected
             continue
         count = 4 if expected == "lion_32bit" else 8
-        with pytest.raises(offloadd.NotSupported, match=f'optim="{name}" is not supported: use optim="{expected}"' + BYTES.format(count, count // 2)):
+        with pytest.raises(
+            offloadd.NotSupported, match=f'optim="{name}" is not supported: use optim="{expected}"' + BYTES.format(count, count // 2, count // 4)
+        ):
             keep_in_place(args)
     with pytest.raises(offloadd.NotSupported, match="; in a loop of your own, offloadd.optim.Muon, .*: its momentum takes 4 bytes"):
         rule_named("muon")
 
 
-def trainer_of(tmp_path, optim, **more):
+def trainer_of(tmp_path, optim, own=None, **more):
     args = transformers.TrainingArguments(
         str(tmp_path / "out"), optim=optim, use_cpu=True, max_steps=2, report_to=[], save_strategy="no", learning_rate=1e-3, **more
     )
@@ -159,7 +161,7 @@ def trainer_of(tmp_path, optim, **more):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     model.forward = lambda x: {"loss": model[1](model[0](x)).square().mean()}
     trainer = transformers.Trainer(model, args, train_dataset=[{"x": torch.full((4,), float(number))} for number in range(32)])
-    offloadd.hf.attach(trainer, {"zero_optimization": {"offload_optimizer": {"device": "none"}}})
+    offloadd.hf.attach(trainer, {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "offloadd": own or {}})
     return trainer
 
 
@@ -173,6 +175,19 @@ def test_an_optimizer_of_another_package_with_the_same_update_is_served(tmp_path
         found.append([param.detach().clone() for param in trainer.model.parameters()])
         trainer.model._offloadd_run.close()
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("optim, like", [("paged_adamw_8bit", "adamw_torch"), ("lion_8bit", "lion_32bit")])
+def test_an_optimizer_of_bitsandbytes_has_moments_in_8_bits_unless_the_configuration_says_others(tmp_path, capfd, optim, like):
+    found = []
+    for name, own in [(optim, {}), (like, {"moments": "8bit"}), (optim, {"moments": "fp32"}), (like, {})]:
+        trainer = trainer_of(tmp_path, name, own)
+        trainer.train()
+        assert (f'optim="{optim}": moments in 8 bits as offloadd.moments = "8bit" has them' in capfd.readouterr().err) == (name == optim and not own)
+        found.append([value.clone() for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()])
+        trainer.model._offloadd_run.close()
+    eight, same, given, wide = found
+    assert all(map(torch.equal, eight, same)) and all(map(torch.equal, given, wide)) and not all(map(torch.equal, eight, wide))
 
 
 def test_the_arguments_of_a_script_below_offloadd_run_are_refused_when_they_are_made(monkeypatch):

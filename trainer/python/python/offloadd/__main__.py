@@ -22,7 +22,7 @@ from ._plan import NO_INPUTS, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
-from ._units import units_of
+from ._units import alignment_of, units_of
 
 # Blocks of a model of which only the number of parameters is known.
 _BLOCKS = 24
@@ -114,10 +114,11 @@ def _plan(given: argparse.Namespace) -> Plan:
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
     chunks = given.mlp_chunks or settings.mlp_chunks, given.loss_chunks or settings.loss_chunks
     of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations, *chunks)
+    align = alignment_of(settings.moments)
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
-    units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart)
+    units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart, align_elems=align)
     # Frozen parameters that stay with the model are in no tile.
-    in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart)[0] if settings.parameters_stay else units
+    in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart, align)[0] if settings.parameters_stay else units
     on_gpu = None
     if of_step is not None and settings.parameters_stay:
         on_gpu = gpu_plan_in_place(of_step, units, trains, _gpu_bytes(given), ranks)

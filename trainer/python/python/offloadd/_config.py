@@ -70,7 +70,7 @@ class Settings:
     gpu_resident_fraction: Optional[float]
     # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.
     shard: str
-    # "fp32" or "bf16": how the optimizer's moments are stored.
+    # "fp32", "bf16" or "8bit": how the optimizer's moments are stored.
     moments: str
     # "fp32" or "bf16": how the masters of bfloat16 parameters are stored.
     master: str

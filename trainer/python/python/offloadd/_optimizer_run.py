@@ -44,6 +44,7 @@ from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
 from ._steps import groups_of, scalars_of
 from ._supported_optimizers import MOMENTS, check_settings, rule_of
+from ._units import alignment_of
 
 
 # What the name of a later part of a parameter has between the name and its first element.
@@ -75,7 +76,7 @@ def open_run(
             directory = Path(os.fsdecode(ranks.first_bytes("name a directory", os.fsencode(temporary or ""))))
             temporary = str(directory) if ranks.first_of_node else None
         check_name(directory)
-        units = param_units(named, _elems_of(named, ranks), ranks.rank, muon)
+        units = param_units(named, _elems_of(named, ranks), ranks.rank, muon, alignment_of(settings.moments))
         if early:
             check_early(units, ranks.count, "overlap_backward")
         plan = ranks.on_all_ranks("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))

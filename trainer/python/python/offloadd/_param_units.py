@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._units import Unit
+from ._units import ALIGN_ELEMS, Unit
 
 # Elements of a unit: large transfers, and little memory of a GPU for the few units that are on their way. Larger parameters are cut.
 UNIT_ELEMS = 32 << 20
@@ -205,7 +205,9 @@ def check_early(units: Sequence[ParamUnit], ranks: int, what: str) -> None:
         )
 
 
-def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = ()) -> list[ParamUnit]:
+def param_units(
+    named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = (), align_elems: int = ALIGN_ELEMS
+) -> list[ParamUnit]:
     """Units of the parameters, in their order, by their type and whether they are divided. `elems_of` has the elements of each parameter that each
     rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
     units: list[ParamUnit] = []
@@ -216,7 +218,7 @@ def param_units(named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tu
         if pieces:
             _, sharded, is_muon = key
             name = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
-            same = dict(sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank, muon=is_muon)
+            same = dict(sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank, muon=is_muon, align_elems=align_elems)
             units.append(ParamUnit(len(units), name, pieces, **same))
             if is_muon:
                 _add_momentum(units, same)

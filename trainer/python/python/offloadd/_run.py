@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import sys
 import weakref
@@ -50,8 +49,8 @@ from ._rewriting import Rewriting
 from ._run_dir import check_name, claim, disclaim, is_untrained, remove_weights
 from ._sequence_attention import SequenceAttachment, attach
 from ._steps import Steps
-from ._supported_optimizers import check_optimizer, rule_of
-from ._units import Unit, units_of
+from ._supported_optimizers import check_optimizer, with_optimizer
+from ._units import Unit, alignment_of, units_of
 from ._untrained import NoOptimizer, WeightsDiffer, beside, check_moves
 from ._weights import Weights, each_weight, write_weights
 from ._whole import Whole
@@ -95,7 +94,7 @@ def prepare(
     if not trains:
         check_moves(settings)
         run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), NoOptimizer()
-    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
+    settings = with_optimizer(settings, optimizer)
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -105,7 +104,7 @@ def prepare(
     experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
-        found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart)
+        found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart, alignment_of(settings.moments))
         if plan_only:
             check_optimizer(optimizer)
             return Plan(settings, directory, found, ranks.topology)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from . import _muon
+from ._config import Settings
 from ._errors import Error, NotSupported
 from ._lion import Lion
 from ._muon import Muon
@@ -31,6 +33,16 @@ NAMED = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit"), "AdamW"),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "Lion"),
 }
+
+# Those of bitsandbytes with moments in 8 bits.
+_EIGHT_BITS = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "AdamW"),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "Lion"),
+}
+NAMED.update(_EIGHT_BITS)
+
+# What an optimizer has that a Trainer made by such a name: the name.
+_NAME_HERE = "offloadd_optim"
 
 # The name that a Trainer has for a rule here, and the class.
 _NAME = {"AdamW": "adamw_torch", "Lion": "lion_32bit"}
@@ -126,6 +138,30 @@ def rule_named(optim: str) -> str:
     return NAMED[optim]
 
 
+def maker(optim: str, kind: type[torch.optim.Optimizer]) -> type:
+    """The class that a Trainer calls for the optimizer that its argument `optim` names: `kind`, or one whose calls make a `kind` with that name."""
+    if optim not in _EIGHT_BITS:
+        return kind
+
+    def make(_: type, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        made = kind(*args, **kwargs)
+        setattr(made, _NAME_HERE, optim)
+        return made
+
+    # A Trainer takes what is no class of an optimizer for a factory, which it calls without parameters.
+    return type(kind.__name__, (torch.optim.Optimizer,), {"__new__": make})
+
+
+def with_optimizer(settings: Settings, optimizer: Any) -> Settings:
+    """The settings of a run with the rule of its optimizer, and with moments in 8 bits where a Trainer's argument `optim` asks for them and the
+    configuration says nothing else."""
+    settings, optim = dataclasses.replace(settings, rule=rule_of(optimizer)), getattr(optimizer, _NAME_HERE, None)
+    if optim is None or settings.moments != "fp32" or "moments" in (settings.json.get("offloadd") or {}):
+        return settings
+    said = f'optim="{optim}": moments in 8 bits as offloadd.moments = "8bit" has them, of all parameters, in host memory or on drives'
+    return dataclasses.replace(settings, moments="8bit", said=(*settings.said, said))
+
+
 def _nearest(name: str) -> str:
     return "Lion" if "lion" in name.lower() else "AdamW"
 
@@ -133,7 +169,8 @@ def _nearest(name: str) -> str:
 def _bytes(rule: str) -> str:
     """What the moments of a rule take, and what would take less."""
     count = 4 * len(MOMENTS[rule])
-    text = f'whose moments take {count} bytes a parameter, {count // 2} with offloadd.moments = "bf16", in host memory or on drives and none on a GPU'
+    less = f'{count // 2} with offloadd.moments = "bf16" and {count // 4} with "8bit"'
+    text = f"whose moments take {count} bytes a parameter, {less}, in host memory or on drives and none on a GPU"
     return text if rule == "Lion" else text + f'; those of optim="{_NAME["Lion"]}" take half'
 
 

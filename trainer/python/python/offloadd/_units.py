@@ -20,8 +20,10 @@ from ._storage import Access
 # Reached here without what a prepared model makes of `param.data`.
 _DATA = torch.Tensor.data
 
-# Parameters start at multiples of so many elements: whole cache lines of every type.
+# Parameters start at multiples of so many elements: whole cache lines of every type. With moments in 8 bits, whose blocks have so many, no block has
+# elements of two parameters.
 ALIGN_ELEMS = 64
+BLOCK_ELEMS = 256
 
 # A block that holds less than this part of the largest one is not worth moving alone.
 SMALL_PART = 64
@@ -45,6 +47,7 @@ class Unit:
     # Where each parameter has its bytes.
     packed: list[PackedParam] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    align_elems: int = ALIGN_ELEMS
     # Elements of the parameters, the gaps between them included.
     elems: int = 0
     # Elements of each rank's part, and of the equal parts of all ranks, which the flat tensor has room for.
@@ -90,7 +93,7 @@ class Unit:
         self.classes = [type(param) for param in self.params]
         for part in self.parts:
             self.offsets.append(self.elems)
-            self.elems += -(-part.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
+            self.elems += -(-part.numel() // self.align_elems) * self.align_elems
         self.shard_elems = self.room_elems = self.elems
         self.dtype = self.parts[0].dtype
         # As gradients lie in tiles.
@@ -208,6 +211,11 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
     return kept
 
 
+def alignment_of(moments: str) -> int:
+    """At which multiples parameters start whose moments are stored as the setting `moments` says."""
+    return BLOCK_ELEMS if moments == "8bit" else ALIGN_ELEMS
+
+
 def units_of(
     model: nn.Module,
     wanted: Optional[Sequence],
@@ -215,6 +223,7 @@ def units_of(
     fp32_gradients: bool = False,
     trains: bool = True,
     apart: Optional[Mapping[nn.Module, nn.Module]] = None,
+    align_elems: int = ALIGN_ELEMS,
 ) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
     frozen parameters stay where they are. Gradients lie in tiles in fp32 or in the parameters' type. Unless the run `trains`, no unit is
@@ -255,7 +264,8 @@ def units_of(
             modules[len(units)] = apart.get(module, module)
             label = f"{name} ({', '.join(kind)})" if kind else name
             of_unit = [packed[id(param)] for param in of_group]
-            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model, apart=apart.get(module) is module, packed=of_unit)
+            of = dict(root=module is model, apart=apart.get(module) is module, packed=of_unit, align_elems=ALIGN_ELEMS if frozen else align_elems)
+            unit = Unit(len(units), label, of_group, trained=not frozen, **of)
             unit.gradient_dtype = torch.float32 if fp32_gradients else dtype
             units.append(unit)
 

@@ -19,7 +19,7 @@ from ._lion import Lion
 from ._ranks import Ranks
 from ._run import Run, prepare
 from ._state import numpy_state, python_state, random_state, set_random_state
-from ._supported_optimizers import rule_named
+from ._supported_optimizers import maker, rule_named
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
 RESUME_DIR = "trainer-resume"
@@ -155,9 +155,9 @@ def choose_optimizer(trainer: Any) -> None:
     rule = rule_named(name)
     given = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
     if rule == "Lion":
-        trainer.optimizer_cls_and_kwargs = Lion, given
+        trainer.optimizer_cls_and_kwargs = maker(name, Lion), given
     elif name != "adamw_torch_fused":
-        trainer.optimizer_cls_and_kwargs = torch.optim.AdamW, {**given, "eps": args.adam_epsilon}
+        trainer.optimizer_cls_and_kwargs = maker(name, torch.optim.AdamW), {**given, "eps": args.adam_epsilon}
 
 
 def _create_optimizer(trainer: Any) -> torch.optim.Optimizer:

@@ -185,9 +185,10 @@ class AdamW(_Alone, torch.optim.AdamW):
     """`torch.optim.AdamW` with masters and moments in host memory or, with `directory`, in files there: on one drive, or on those of a list,
     in whose first directory the run lies. `socket` names a running daemon that has the drives instead.
 
-    `moments` is "fp32" or "bf16". So is `master`: "bf16" keeps no masters beside bfloat16 parameters, and rounds these stochastically. A step is
-    committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while backward makes others, from the second step on, or from the
-    first one after `resume`. `options` has further keys of the section "offloadd" of a configuration, such as `resident_fraction`.
+    `moments` is "fp32", "bf16" or "8bit", as bitsandbytes has them. `master` is "fp32" or "bf16": "bf16" keeps no masters beside bfloat16 parameters,
+    and rounds these stochastically. A step is committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while
+    backward makes others, from the second step on, or from the first one after `resume`. `options` has further keys of the section "offloadd" of a
+    configuration, such as `resident_fraction`.
 
     Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
     left in the directory. With several ranks, all must make the same calls.
