@@ -291,9 +291,10 @@ pub fn read_moments(format: TileFormat, state: &[u8], elems: usize) -> [Vec<f32>
 }
 
 /// Replaces momentum and variance of the elements `range` of a tile of `elems` elements by `new`, rounded to the nearest. One that the rule does
-/// not have is ignored. Moments in 8 bits of elements in the same blocks are stored anew.
+/// not have is ignored. Moments in 8 bits of elements in the same blocks are stored anew, unless the new values are those that are there: no
+/// code has the negative of a block's largest magnitude, so storing again would change them.
 ///
-/// Panics if a slice is too short, or the state does not start at a multiple of 64 bytes.
+/// Panics if a slice has another length than the range, or the state does not start at a multiple of 64 bytes.
 pub fn write_moments(
     format: TileFormat,
     state: &mut [u8],
@@ -309,6 +310,7 @@ pub fn write_moments(
         if plane.is_empty() {
             continue;
         }
+        assert_eq!(new.len(), range.len(), "one new moment for each element");
         match format.moments {
             Moments::Fp32 => view_mut(&mut state[plane])[range.clone()].copy_from_slice(new),
             Moments::Bf16 => {
@@ -325,8 +327,12 @@ pub fn write_moments(
                 let largest = &mut largest[blocks.start / BLOCK_ELEMS..];
                 let mut wide = vec![0.0; codes.len()];
                 eight_bit::widen(sign, codes, largest, &mut wide);
-                wide[range.start - blocks.start..][..range.len()].copy_from_slice(new);
-                eight_bit::narrow(sign, &wide, codes, largest);
+                let stored = &mut wide[range.start - blocks.start..][..range.len()];
+                let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+                if !stored.iter().zip(new).all(same) {
+                    stored.copy_from_slice(new);
+                    eight_bit::narrow(sign, &wide, codes, largest);
+                }
             }
         }
     }

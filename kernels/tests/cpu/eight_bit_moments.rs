@@ -233,3 +233,23 @@ fn a_moment_that_is_no_number_makes_its_block_none() {
         }
     }
 }
+
+#[test]
+fn moments_that_are_written_as_they_are_stay_in_bits() {
+    let mut random = Random(7);
+    let format = tile_format(UpdateRule::AdamW, Master::SplitBf16, Moments::EightBit);
+    let mut tile = random_tile(format, &mut random);
+    step(&mut tile, &HYPER);
+    let before = tile.state.clone();
+    let [momentum, variance] = read_moments(format, &tile.state, ELEMS);
+    for range in [0..ELEMS, 300..ELEMS - 50] {
+        let new = [&momentum[range.clone()], &variance[range.clone()]];
+        write_moments(format, &mut tile.state, ELEMS, range.clone(), new);
+        assert!(*tile.state == *before, "{range:?}");
+    }
+    let mut other = momentum.clone();
+    other[400] += 1.0;
+    let new = [&other[..], &variance];
+    write_moments(format, &mut tile.state, ELEMS, 0..ELEMS, new);
+    assert!(*tile.state != *before, "one that differs is stored");
+}

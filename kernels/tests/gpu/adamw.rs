@@ -4,7 +4,7 @@
 //! another NaN, a thread that takes a wrong group at the ends of a range, and a plane at a wrong place. All bytes are compared, including those
 //! around the tile.
 
-use kernels::adamw::{Hyper, Master, step_range};
+use kernels::adamw::{Hyper, Master, Moments, step_range};
 use kernels::gpu::{Gpu, Stream, TileAt};
 use kernels::reduce::GradType;
 use std::ops::Range;
@@ -83,6 +83,26 @@ fn a_range_starts_and_ends_anywhere_and_leaves_the_rest_alone() {
                 let expected = on_cpu(&HYPER, &before, range.clone());
                 on_gpu(&gpu, &stream, &HYPER, &before, range.clone())
                     .assert_same_bits(&expected, &format!("range {range:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_range_of_many_blocks_starts_and_ends_anywhere() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let mut random = Random(8);
+    // More blocks of moments than a group of threads takes, and a last block with fewer elements.
+    const ELEMS: usize = 20_017;
+    let starts = [0, 255, 256, 300, 4095, 12_345];
+    for (format, grad_type) in grads().filter(|(of, _)| of.moments == Moments::EightBit) {
+        for start in starts {
+            for end in [start + 2, start + 256, start + 16 * 256 + 5, ELEMS] {
+                let before = hard_tile(format, grad_type, ELEMS, &mut random);
+                let expected = on_cpu(&HYPER, &before, start..end);
+                on_gpu(&gpu, &stream, &HYPER, &before, start..end)
+                    .assert_same_bits(&expected, &format!("range {start} to {end}"));
             }
         }
     }

@@ -156,7 +156,8 @@ def with_optimizer(settings: Settings, optimizer: Any) -> Settings:
     """The settings of a run with the rule of its optimizer, and with moments in 8 bits where a Trainer's argument `optim` asks for them and the
     configuration says nothing else."""
     settings, optim = dataclasses.replace(settings, rule=rule_of(optimizer)), getattr(optimizer, _NAME_HERE, None)
-    if optim is None or settings.moments != "fp32" or "moments" in (settings.json.get("offloadd") or {}):
+    given = "moments" in (settings.json.get("offloadd") or {}) or "bf16_optimizer_states" in (settings.json.get("bf16") or {})
+    if optim is None or settings.moments != "fp32" or given:
         return settings
     said = f'optim="{optim}": moments in 8 bits as offloadd.moments = "8bit" has them, of all parameters, in host memory or on drives'
     return dataclasses.replace(settings, moments="8bit", said=(*settings.said, said))
