@@ -337,7 +337,7 @@ fn a_depth_that_is_not_reached_is_said() {
             "--target=device",
             "--bs=1m",
             "--size=4m",
-            "--runtime=0.1",
+            "--runtime=1",
         ];
         let more = [
             "--ramp_time=0",
@@ -372,7 +372,7 @@ fn a_file_that_somebody_else_holds_is_not_written_to() {
         "--filename",
         file,
         "--bs=64k",
-        "--runtime=0.1",
+        "--runtime=1",
         "--ramp_time=0",
     ];
     let printed = refused(&[&words[..], &["--rw=write", "--overwrite"]].concat());

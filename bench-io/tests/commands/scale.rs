@@ -162,7 +162,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         path,
         "--size=8m",
         "--bs=64k",
-        "--runtime=0.1",
+        "--runtime=0.5",
         "--rounds=2",
     ]);
     let shown = String::from_utf8(shown.stdout).unwrap();

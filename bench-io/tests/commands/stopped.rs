@@ -111,7 +111,7 @@ fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
     killed.wait().unwrap();
     until("still open", &|| jobs().iter().all(|job| !job.open));
     assert_eq!(jobs().len(), 1);
-    let output = bench_io(&[&["run", "--runtime=0.1"], &words[..]].concat());
+    let output = bench_io(&[&["run", "--runtime=1"], &words[..]].concat());
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{printed}");
     assert!(printed.contains("of a killed measurement"), "{printed}");

@@ -98,7 +98,7 @@ def streams_follow():
     driver = ctypes.CDLL(os.environ["KERNELS_FAKE"])
     marks, (first, second, mark) = ctypes.create_string_buffer(b"done"), (ctypes.c_size_t() for _ in range(3))
     for handle in (first, second):
-        driver.cuStreamCreate(ctypes.byref(handle), 0)
+        driver.cuStreamCreateWithPriority(ctypes.byref(handle), 0, 0)
     driver.cuMemAlloc_v2(ctypes.byref(mark), ctypes.c_size_t(4))
     config = {"zero_optimization": {"offload_param": {"device": "cpu"}}, "offloadd": {"compute_device": "cuda:0", "gpu_resident_fraction": 1}}
     with offloadd.prepare(Net(4), None, config, run_dir=directory / "streams") as run:
