@@ -154,13 +154,7 @@ impl TileStash {
         piece: usize,
         fill: impl FnOnce(StashBuffer<'_>) -> Result<T, E>,
     ) -> Result<T, E> {
-        let at = self.turn;
-        self.turn = (at + 1) % BUFFERS;
-        assert!(
-            self.buffers[at].holds.is_none(),
-            "a fetched piece waits to be used"
-        );
-        let left = self.settle(at)?;
+        let (at, left) = self.next_buffer()?;
         self.compute_waits(left.as_deref())?;
         let filled = self.buffers[at].memory.with(fill)?;
         let after = self.record()?;
@@ -182,10 +176,7 @@ impl TileStash {
         if self.buffer_with(piece).is_some() {
             return Ok(());
         }
-        let at = self.turn;
-        self.turn = (at + 1) % BUFFERS;
-        assert!(self.buffers[at].holds.is_none(), "both buffers hold pieces");
-        let left = self.settle(at)?;
+        let (at, left) = self.next_buffer()?;
         let after = left.or(self.buffers[at].free.take());
         let (memory, tiles) = (self.buffers[at].memory.of_copy(), self.tiles_of(piece));
         let copy = self
@@ -195,6 +186,19 @@ impl TileStash {
         buffer.copy = Some(copy.expect("copies are accepted until this is dropped"));
         buffer.holds = Some(piece);
         Ok(())
+    }
+
+    /// The buffer whose turn it is, once its copy has ended, with the event behind that copy.
+    ///
+    /// Panics if it holds a piece that waits to be used.
+    fn next_buffer(&mut self) -> Result<(usize, Option<Arc<Event>>), CopyError> {
+        let at = self.turn;
+        self.turn = (at + 1) % BUFFERS;
+        assert!(
+            self.buffers[at].holds.is_none(),
+            "a fetched piece waits to be used"
+        );
+        Ok((at, self.settle(at)?))
     }
 
     /// Calls `take` with a buffer that holds `piece`, on a GPU for the stream that computes; then the buffer is free.
