@@ -11,6 +11,9 @@
 //! whose tokens a batch does not have, a weight would move by its momentum over eps. A step stores the whole blocks
 //! that it touches anew, with elements beside its range. No negative value is -1, so that storing again what was read may change it.
 //!
+//! A block with a number that is infinite or NaN becomes NaN, as do its weights in the next step. In bitsandbytes variances of infinity, as a gradient
+//! of 1e25 makes them, keep the other weights of their block from moving, and nobody sees it.
+//!
 //! Tiles start at multiples of 4096 elements of their unit, so that blocks are the same for every cut of a unit into tiles and ranks.
 
 use std::array;
@@ -178,9 +181,12 @@ fn narrow_by(
 ) {
     let blocks = from.chunks(BLOCK_ELEMS).zip(codes.chunks_mut(BLOCK_ELEMS));
     for ((from, codes), largest) in blocks.zip(largest) {
-        // As integers, magnitudes have the same order, and a NaN is the largest: its block becomes NaN, which nobody overlooks.
+        // As integers, magnitudes have the same order, with infinity and NaN above all numbers.
         let bits = from.iter().map(|x| x.to_bits() & 0x7FFF_FFFF);
-        *largest = number::canonical(f32::from_bits(bits.max().unwrap_or(0)));
+        *largest = f32::from_bits(bits.max().unwrap_or(0));
+        if !largest.is_finite() {
+            *largest = number::canonical(f32::NAN);
+        }
         let inverse = 1.0 / largest.max(LARGEST_MIN);
         for (x, code) in from.iter().zip(codes) {
             let least = u8::from(sign == CodeSign::Unsigned && *x > 0.0);

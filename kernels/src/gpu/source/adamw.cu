@@ -255,7 +255,7 @@ struct Codes {
     }
 };
 
-// The largest magnitude of a warp's elements; a NaN counts as the largest.
+// The largest magnitude of a warp's elements; NaN if one is infinite or NaN.
 DEVICE float largest_of(const float *x) {
     u32 largest = 0;
     for (u32 i = 0; i < LANE_ELEMS; i++) {
@@ -266,7 +266,7 @@ DEVICE float largest_of(const float *x) {
         u32 bits = shuffle_xor(largest, mask);
         largest = bits > largest ? bits : largest;
     }
-    return canonical(float_of(largest));
+    return canonical(float_of(largest >= 0x7F800000u ? 0x7FFFFFFFu : largest));
 }
 
 // A plane of codes with what its blocks share.
