@@ -9,7 +9,8 @@
 //! as many as the one below it ([`value`]). A number gets the code of the nearest value, the lower one of two;
 //! but a variance above 0 does not get 0, as it does in bitsandbytes: where a gradient is 0 in the next step, as those of rows of an embedding are
 //! whose tokens a batch does not have, a weight would move by its momentum over eps. A step stores the whole blocks
-//! that it touches anew, with elements beside its range. No negative value is -1, so that storing again what was read may change it.
+//! that it touches anew, with elements beside its range. No negative value is -1, so a step may change what it stores again;
+//! [`narrow_again`] does not.
 //!
 //! A block with a number that is infinite or NaN becomes NaN, as do its weights in the next step. In bitsandbytes variances of infinity, as a gradient
 //! of 1e25 makes them, keep the other weights of their block from moving, and nobody sees it.
@@ -191,6 +192,36 @@ fn narrow_by(
         for (x, code) in from.iter().zip(codes) {
             let least = u8::from(sign == CodeSign::Unsigned && *x > 0.0);
             *code = nearest(x * inverse).max(least);
+        }
+    }
+}
+
+/// Stores whole blocks as [`narrow`] does, but for those whose values were read from a block: they stay as they are.
+pub(super) fn narrow_again(sign: CodeSign, from: &[f32], codes: &mut [u8], largest: &mut [f32]) {
+    narrow(sign, from, codes, largest);
+    if sign == CodeSign::Unsigned {
+        return;
+    }
+    let map = Map::of_sign(sign);
+    let blocks = from.chunks(BLOCK_ELEMS).zip(codes.chunks_mut(BLOCK_ELEMS));
+    for ((from, codes), largest) in blocks.zip(largest) {
+        let reads = |codes: &[u8], largest: f32| {
+            let values = codes.iter().map(|code| map.values[usize::from(*code)]);
+            (values.zip(from)).all(|(value, x)| (value * largest).to_bits() == x.to_bits())
+        };
+        if reads(codes, *largest) {
+            continue;
+        }
+        // What was the negative of the largest magnitude was read as the least value of that. Rounding hides its last bits.
+        let before = (*largest / map.values[0]).abs().to_bits();
+        for before in (before.saturating_sub(2)..=before + 2).map(f32::from_bits) {
+            let inverse = 1.0 / before.max(LARGEST_MIN);
+            let codes_before: Vec<u8> = from.iter().map(|x| map.nearest(x * inverse)).collect();
+            if before.is_finite() && reads(&codes_before, before) {
+                codes.copy_from_slice(&codes_before);
+                *largest = before;
+                break;
+            }
         }
     }
 }

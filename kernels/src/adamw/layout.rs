@@ -291,8 +291,8 @@ pub fn read_moments(format: TileFormat, state: &[u8], elems: usize) -> [Vec<f32>
 }
 
 /// Replaces momentum and variance of the elements `range` of a tile of `elems` elements by `new`, rounded to the nearest. One that the rule does
-/// not have is ignored. Moments in 8 bits of elements in the same blocks are stored anew, unless the new values are those that are there: no
-/// code has the negative of a block's largest magnitude, so storing again would change them.
+/// not have is ignored. Moments in 8 bits of elements in the same blocks are stored anew, unless all of a block's are those of some stored block, as the
+/// moments are that were read from there: these stay as they are.
 ///
 /// Panics if a slice has another length than the range, or the state does not start at a multiple of 64 bytes.
 pub fn write_moments(
@@ -327,12 +327,8 @@ pub fn write_moments(
                 let largest = &mut largest[blocks.start / BLOCK_ELEMS..];
                 let mut wide = vec![0.0; codes.len()];
                 eight_bit::widen(sign, codes, largest, &mut wide);
-                let stored = &mut wide[range.start - blocks.start..][..range.len()];
-                let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
-                if !stored.iter().zip(new).all(same) {
-                    stored.copy_from_slice(new);
-                    eight_bit::narrow(sign, &wide, codes, largest);
-                }
+                wide[range.start - blocks.start..][..range.len()].copy_from_slice(new);
+                eight_bit::narrow_again(sign, &wide, codes, largest);
             }
         }
     }

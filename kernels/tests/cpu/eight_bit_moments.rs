@@ -240,21 +240,45 @@ fn a_moment_that_is_infinite_or_no_number_makes_its_block_and_then_its_weights_n
 }
 
 #[test]
-fn moments_that_are_written_as_they_are_stay_in_bits() {
+fn moments_that_were_read_are_written_as_they_are_there_and_elsewhere() {
     let mut random = Random(7);
     let format = tile_format(UpdateRule::AdamW, Master::SplitBf16, Moments::EightBit);
     let mut tile = random_tile(format, &mut random);
     step(&mut tile, &HYPER);
-    let before = tile.state.clone();
-    let [momentum, variance] = read_moments(format, &tile.state, ELEMS);
+    let read = read_moments(format, &tile.state, ELEMS);
+    let [momentum, variance] = &read;
+    let largest_is_negative = |block: &[f32]| {
+        let order = |a: &&f32, b: &&f32| a.abs().total_cmp(&b.abs());
+        block.iter().max_by(order).is_some_and(|x| *x < 0.0)
+    };
+    let negative = momentum
+        .chunks(BLOCK_ELEMS)
+        .filter(|block| largest_is_negative(block));
+    assert!([1, 2, 3].contains(&negative.count()), "both signs occur");
     for range in [0..ELEMS, 300..ELEMS - 50] {
         let new = [&momentum[range.clone()], &variance[range.clone()]];
         write_moments(format, &mut tile.state, ELEMS, range.clone(), new);
-        assert!(*tile.state == *before, "{range:?}");
+        assert!(
+            read_moments(format, &tile.state, ELEMS) == read,
+            "{range:?}"
+        );
     }
+    let mut empty = OwnedTile::zeroed(format, ELEMS);
+    write_moments(
+        format,
+        &mut empty.state,
+        ELEMS,
+        0..ELEMS,
+        [momentum, variance],
+    );
+    assert!(
+        read_moments(format, &empty.state, ELEMS) == read,
+        "elsewhere"
+    );
+    let before = tile.state.clone();
     let mut other = momentum.clone();
     other[400] += 1.0;
-    let new = [&other[..], &variance];
+    let new = [&other[..], variance];
     write_moments(format, &mut tile.state, ELEMS, 0..ELEMS, new);
     assert!(*tile.state != *before, "one that differs is stored");
 }

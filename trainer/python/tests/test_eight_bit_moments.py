@@ -1,11 +1,17 @@
-"""Moments in 8 bits: their values are those of bitsandbytes, and a training with them is near one with its AdamW8bit."""
+"""Moments in 8 bits: their values are those of bitsandbytes, a training with them is near one with its AdamW8bit, and checkpoints of several ranks
+have them."""
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import offloadd.optim
-from test_runs import PROGRAM
+from ranks import on_ranks
+from test_runs import PROGRAM, needs_daemon
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-tools")
 
@@ -15,16 +21,20 @@ MAPS = [bitsandbytes.functional.create_dynamic_map(signed) for signed in (True, 
 NAMES = ("exp_avg", "exp_avg_sq")
 
 
+def blocks_of(moment):
+    flat = moment.flatten()
+    return nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+
+
 def stored(moment, values):
     """What a moment becomes: of each block, the nearest values and the largest magnitude, as bitsandbytes' own definition in PyTorch has them. Its
     compiled one for processors takes a value near the nearest one. Here no variance above 0 becomes 0."""
-    flat = moment.flatten()
-    blocks = nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    blocks = blocks_of(moment)
     largest = blocks.abs().amax(1, keepdim=True)
     codes = torch.bucketize(blocks * (1.0 / largest.clamp(min=1e-38)), (values[:-1] + values[1:]) / 2)
     if values is MAPS[1]:
         codes = torch.maximum(codes, (blocks > 0).long())
-    return (values[codes] * largest).flatten()[: flat.numel()].view_as(moment)
+    return (values[codes] * largest).flatten()[: moment.numel()].view_as(moment)
 
 
 def loaded(moments):
@@ -126,3 +136,61 @@ def test_twenty_steps_are_near_the_definition_and_bitsandbytes():
         assert losses == pytest.approx(other_losses, rel=0.02), name
     assert far["definition"] < 1e-3, far
     assert 0 < far["bitsandbytes"] < 0.1 and 0 < far["fp32"] < 0.1, far
+
+
+def steps_of(model, optimizer, numbers):
+    """Losses of steps with inputs that are the same on all ranks."""
+    losses = []
+    for number in numbers:
+        inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+        loss = (model(inputs) - inputs[:, :8].sin()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loaded_into(model, optimizer, checkpoint):
+    """The optimizer's state of a distributed checkpoint, which is loaded into a model and its optimizer."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return state["optimizer"]["state"]
+
+
+def checkpointed(rank, ranks, checkpoint):
+    """Losses after a checkpoint, and again in a model that has loaded it."""
+    found = []
+    for loads in (False, True):
+        model = model_of()
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        optimizer = ours(model.named_parameters())
+        if loads:
+            loaded_into(model, optimizer, checkpoint)
+        else:
+            steps_of(model, optimizer, range(3))
+            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=checkpoint)
+        found.append(steps_of(model, optimizer, range(3, 6)))
+        optimizer.close()
+    return found
+
+
+@needs_daemon
+def test_a_distributed_checkpoint_gives_as_many_ranks_the_same_bits_and_one_rank_the_nearest_values(tmp_path):
+    told = on_ranks(2, tmp_path / "store", checkpointed, str(tmp_path / "saved"))
+    for losses, again in told:
+        assert again == losses
+    plain, model = model_of(), model_of()
+    saved = loaded_into(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), str(tmp_path / "saved"))
+    optimizer = ours(model.named_parameters())
+    loaded_into(model, optimizer, str(tmp_path / "saved"))
+    kept = []
+    for state, before in zip(optimizer.state_dict()["state"].values(), saved.values()):
+        for name, values in zip(NAMES, MAPS):
+            found, same, other = map(blocks_of, (state[name], before[name], stored(before[name], values)))
+            kept.append((found == same).all(1))
+            assert torch.equal(found[~kept[-1]], other[~kept[-1]])
+    assert 0 < torch.cat(kept).sum() < len(torch.cat(kept)), "the second rank's part begins in the midst of a block, and the first one's with one"
+    assert steps_of(model, optimizer, range(3, 6)) == pytest.approx(told[0][0], rel=0.02)
+    optimizer.close()
