@@ -521,9 +521,9 @@ def script(directory, **given):
 
 
 @needs_daemon
-@pytest.mark.parametrize("rule, master, begins", [("AdamW", "fp32", False), ("AdamW", "bf16", True), ("Lion", "fp32", False)])
-def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, master, begins):
-    kind = {"dtype": "bfloat16", "moments": "bf16", "rule": rule, "master": master, **({"in_backward": False} if begins else {})}
+@pytest.mark.parametrize("rule, master, moments, begins", [("AdamW", "fp32", "bf16", False), ("AdamW", "bf16", "8bit", True), ("Lion", "fp32", "8bit", False)])
+def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, master, moments, begins):
+    kind = {"dtype": "bfloat16", "moments": moments, "rule": rule, "master": master, **({"in_backward": False} if begins else {})}
     whole, _ = script(tmp_path / "whole", **kind)
     lines = {}
     kills = [((3, None), 0), ((4, "finish"), 3), ((5, "seal"), 3), ((6, "gather"), 4), ((7, "drain"), 5)]

@@ -47,9 +47,9 @@ def made(ranks, kind, directory, dtype, way, gpu=None, **more):
     return model, offloadd.optim.AdamW(model.named_parameters(), lr=1e-2, directory=directory, options=options, **more)
 
 
-def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None, overlap=False):
+def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", steps=STEPS, kill=None, gpu=None, overlap=False, **more):
     """Steps done before, losses, norms, and the whole parameters at the end."""
-    more = {"overlap_backward": True} if overlap else {}
+    more.update({"overlap_backward": True} if overlap else {})
     model, optimizer = made(ranks, kind, directory, dtype, way, gpu, **more)
     first = optimizer.resume() if kind == "offloadd" else 0
     losses, norms = [], []
@@ -74,6 +74,10 @@ def train(rank, ranks, kind, directory=None, dtype=torch.float32, way="fsdp2", s
     return first, losses, norms, found
 
 
+def train_in_8_bits(rank, ranks, directory, kill=None, overlap=False):
+    return train(rank, ranks, "offloadd", directory, torch.bfloat16, kill=kill, overlap=overlap, moments="8bit")
+
+
 def whole(param):
     return param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
 
@@ -96,14 +100,13 @@ def test_ranks_make_the_steps_of_torchs_adamw(tmp_path, way):
 
 @needs_daemon
 def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(tmp_path):
-    way, dtype = "fsdp2", torch.bfloat16
-    expected = on_ranks(2, tmp_path / "store", train, "offloadd", tmp_path / "whole", dtype, way)
-    killed = on_ranks(2, tmp_path / "store-killed", train, "offloadd", tmp_path / "drive", dtype, way, STEPS, 3, None, True)
+    expected = on_ranks(2, tmp_path / "store", train_in_8_bits, tmp_path / "whole")
+    killed = on_ranks(2, tmp_path / "store-killed", train_in_8_bits, tmp_path / "drive", 3, True)
     assert all(isinstance(one, Ended) for one in killed)
-    for other in on_ranks(3, tmp_path / "store-three", train, "offloadd", tmp_path / "drive", dtype, way):
+    for other in on_ranks(3, tmp_path / "store-three", train_in_8_bits, tmp_path / "drive"):
         assert isinstance(other, offloadd.LayoutChanged), other
         assert "begun with blocks.0.linear.weight divided over 2 ranks, which is divided over 3 ranks now" in str(other)
-    resumed = on_ranks(2, tmp_path / "store-resumed", train, "offloadd", tmp_path / "drive", dtype, way)
+    resumed = on_ranks(2, tmp_path / "store-resumed", train_in_8_bits, tmp_path / "drive")
     for (_, losses, norms, weights), (first, found, our_norms, ours) in zip(expected, resumed):
         assert first == 3 and found == losses[3:] and our_norms == norms[3:] and equal(ours, weights)
 

@@ -97,7 +97,7 @@ def test_two_ranks_with_half_a_batch_each_are_one_with_the_whole(tmp_path):
 def test_ranks_with_equal_batches_have_the_bits_of_one(tmp_path):
     # Halves of equal gradients add up to them without rounding.
     rounded = {"master": "bf16", "moments": "bf16"}
-    for dtype, own in ((torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, rounded)):
+    for dtype, own in ((torch.float32, {"moments": "8bit"}), (torch.bfloat16, {}), (torch.bfloat16, rounded)):
         path = tmp_path / f"{dtype}-{len(own)}"
         losses, _, weights = train(0, 1, path / "one", "none", False, dtype, **own)
         for found, _, ours in on_ranks(2, tmp_path / f"store-{dtype}-{len(own)}", functools.partial(train, **own), path, "cpu", False, dtype):
