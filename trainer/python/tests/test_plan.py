@@ -408,8 +408,12 @@ def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp
         return float(re.search(found, capsys.readouterr().out)[1])
 
     offload = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    adamw, lion = (planned(r"host +([\d.]+) GiB", {**offload, "optimizer": {"type": kind}}, "--params", "1e8") for kind in ("AdamW", "Lion"))
-    assert adamw - lion == pytest.approx(4e8 / 2**30, rel=0.15)
+    adamw, lion = (planned(r"host +([\d.]+) GiB", {**offload, "optimizer": {"type": kind}}, "--params", "1e9") for kind in ("AdamW", "Lion"))
+    assert adamw - lion == pytest.approx(4e9 / 2**30, rel=0.15)
+    # A Trainer's names mean what they mean to `attach`, and what the configuration says of moments counts.
+    for name, own, less in (("lion_32bit", {}, 4), ("adamw_8bit", {}, 6), ("paged_lion_8bit", {}, 7), ("adamw_8bit", {"moments": "fp32"}, 0)):
+        named = planned(r"host +([\d.]+) GiB", {**offload, "offloadd": own}, "--params", "1e9", "--optim", name)
+        assert adamw - named == pytest.approx(less * 1e9 / 2**30, rel=0.15, abs=0.01), name
     # Frozen parameters stay with the model where the optimizer alone is offloaded.
     alone = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     in_tiles = [planned(r"model +([\d.]+) M parameters", section, "--model", str(llama), "--lora", "4") for section in (alone, offload)]
@@ -449,8 +453,9 @@ def test_planned_activations_of_adapters_are_those_of_peft(llama, quantized):
 
 def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
-    path, bert = tmp_path / "ds.json", tmp_path / "bert"
+    path, adam, bert = tmp_path / "ds.json", tmp_path / "adam.json", tmp_path / "bert"
     path.write_text("{}")
+    adam.write_text('{"optimizer": {"type": "AdamW"}}')
     transformers.BertConfig(architectures=["BertLMHeadModel"], **FAMILIES["BertLMHead"][0]).save_pretrained(bert)
     for arguments, why in (
         ((llama, "--train", "lora"), "give the rank of the adapters, as in --lora 16"),
@@ -460,6 +465,8 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         ((llama, "--params", 1e6), "one of them only"),
         ((llama, "--units", 3), "--units 3 says how many blocks a model given by --params has"),
         ((path,), "one of them only"),
+        ((path, "--params", 1e6, "--optim", "adafactor"), 'optim="adafactor" is not supported: use optim="adamw_torch"'),
+        ((adam, "--params", 1e6, "--optim", "lion_8bit"), f'--optim lion_8bit: {adam} has optimizer.type = "AdamW", which a Trainer takes'),
         ((path, "--params", 1e6, "--lora", 4), "the model has no linear layers"),
         ((path, "--model", bert, "--seq-len", 9, "--mlp-chunks", 2), "offloadd.mlp_chunks = 2: the blocks of BertLMHeadModel have no module mlp"),
         *(((llama, *more), f"{more[0]} {more[1]}: GPU memory is planned for sequences") for more in (("--gpu-memory", "3GiB"), ("--batch", 2))),

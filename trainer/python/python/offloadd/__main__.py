@@ -22,6 +22,7 @@ from ._plan import NO_INPUTS, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
+from ._supported_optimizers import with_optim
 from ._units import alignment_of, units_of
 
 # Blocks of a model of which only the number of parameters is known.
@@ -53,6 +54,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     plan.add_argument("--mlp-chunks", type=positive, metavar="N", help="chunks of tokens in which MLPs are computed (offloadd.mlp_chunks)")
     plan.add_argument("--loss-chunks", type=positive, metavar="N", help="chunks of tokens in which the head and the loss are computed (offloadd.loss_chunks)")
+    plan.add_argument("--optim", metavar="NAME", help="the optimizer that a Trainer's argument optim names, such as adamw_8bit (adamw_torch)")
     plan.add_argument("--units", type=int, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
@@ -98,8 +100,11 @@ def _plan(given: argparse.Namespace) -> Plan:
         raise Error(f"--nvme belongs to a plan without a configuration: {given.config} has zero_optimization.offload_param.nvme_path")
     else:
         settings = settings_of(given.config, schedules=False, ranks=ranks)
+    if given.optim is not None and settings.optimizer:
+        raise Error(f'--optim {given.optim}: {given.config} has optimizer.type = "{settings.optimizer["type"]}", which a Trainer takes; leave one out')
     rule, activations = (settings.optimizer or {}).get("type", settings.rule), given.activations or settings.activations
     settings = dataclasses.replace(settings, rule=rule, activations=activations)
+    settings = settings if given.optim is None else with_optim(settings, given.optim)
     if (given.model is None) == (given.params is None):
         raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
     if given.units is not None and given.model:

@@ -153,11 +153,17 @@ def maker(optim: str, kind: type[torch.optim.Optimizer]) -> type:
 
 
 def with_optimizer(settings: Settings, optimizer: Any) -> Settings:
-    """The settings of a run with the rule of its optimizer, and with moments in 8 bits where a Trainer's argument `optim` asks for them and the
-    configuration says nothing else."""
+    """The settings of a run with the rule of its optimizer, and with the moments of the name that a Trainer has made it by."""
     settings, optim = dataclasses.replace(settings, rule=rule_of(optimizer)), getattr(optimizer, _NAME_HERE, None)
+    return settings if optim is None else with_optim(settings, optim)
+
+
+def with_optim(settings: Settings, optim: str) -> Settings:
+    """The settings of a run whose optimizer a Trainer's argument `optim` names: its rule, and moments in 8 bits where the name asks for them and the
+    configuration says nothing else."""
+    settings = dataclasses.replace(settings, rule=rule_named(optim))
     given = "moments" in (settings.json.get("offloadd") or {}) or "bf16_optimizer_states" in (settings.json.get("bf16") or {})
-    if optim is None or settings.moments != "fp32" or given:
+    if optim not in _EIGHT_BITS or settings.moments != "fp32" or given:
         return settings
     said = f'optim="{optim}": moments in 8 bits as offloadd.moments = "8bit" has them, of all parameters, in host memory or on drives'
     return dataclasses.replace(settings, moments="8bit", said=(*settings.said, said))
