@@ -41,6 +41,16 @@ class GradientMark(NamedTuple):
         return self.grad() is grad and self.version == _version(grad)
 
 
+def grad_of(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+    """The gradient of a parameter, called `name` in the error. Raises `NotSupported` if it lies elsewhere."""
+    if param.grad is None and getattr(param, "main_grad", None) is not None:
+        raise NotSupported(
+            f"{name} has its gradient in main_grad, where Megatron's DistributedDataParallel sums it, and offloadd.optim reads grad: before the step, set "
+            "param.grad = param.main_grad.to(param.dtype) for each parameter, and after it param.grad = None"
+        )
+    return param.grad
+
+
 class Beside:
     """The parameters of one optimizer."""
 
@@ -87,7 +97,8 @@ class Beside:
 
     def came(self) -> dict[int, torch.Tensor]:
         """The gradient of each parameter that has one."""
-        found = {id(param): param.grad for _, param in self.named if param.grad is not None}
+        grads = ((id(param), grad_of(param, name)) for name, param in self.named)
+        found = {key: grad for key, grad in grads if grad is not None}
         flags = bytes(id(param) in found for _, param in self.named)
         for rank, told in enumerate(self.ranks.meet("compare which parameters have gradients", flags)):
             if told != flags:

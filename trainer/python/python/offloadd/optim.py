@@ -25,6 +25,7 @@ from typing import Any, Iterable, Iterator, Optional, Sequence, Union
 import torch
 
 from . import _lion, _muon
+from ._beside import grad_of
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room
@@ -341,7 +342,7 @@ def clip_grad_norm_(
     made = sorted((one for one in _optimizers if one._run is None or not one._run.closed), key=lambda one: one._number)
     of_param = {id(param): one for one in made for group in one.param_groups for param in group["params"]}
     for param in params:
-        if param.grad is None:
+        if grad_of(param, f"a parameter of shape {tuple(param.shape)}") is None:
             continue
         if id(param) not in of_param:
             raise NotSupported(
