@@ -51,7 +51,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("groups.py: stopped"))
     args.out.mkdir(parents=True, exist_ok=True)
     env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
-    data = text_to_train(args.out)
+    data = rows.text_to_train(args.out)
     head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>12} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
     print(head, flush=True)
     found, differ = [], False
@@ -152,13 +152,6 @@ def planned(programs, env, run, words):
         return json.loads(asked.stdout)
     except json.JSONDecodeError:
         raise RowFailed(f"trainer plan: {asked.stderr.strip()[-400:]}") from None
-
-
-def text_to_train(directory):
-    """The sources of the programs as a text, or random bytes."""
-    data = (directory / "text.txt").resolve()
-    data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("*/src/**/*.rs"))) or os.urandom(16 << 20))
-    return data
 
 
 def line(row):

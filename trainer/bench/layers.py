@@ -63,7 +63,7 @@ def text_of(args, layers, directory, drives):
     return rows.run_file(
         row_of(args),
         model,
-        data=str(groups.text_to_train(args.out)),
+        data=str(rows.text_to_train(args.out)),
         directory=str((directory / "run").resolve()),
         nvme_paths=drives,
         steps=args.steps,

@@ -4,6 +4,10 @@ A row is named ROW or ROW@N: N processes, one a GPU, each with the same work as 
 """
 
 import json
+import os
+import pathlib
+
+HERE = pathlib.Path(__file__).resolve().parent
 
 # Llama shapes. "tiny" is for trying the script itself, on a processor.
 MODELS = {
@@ -238,6 +242,13 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
         lines += [f"[{name}]"] if name else []
         lines += [f"{key} = {toml(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"
+
+
+def text_to_train(directory):
+    """The sources of the programs as a text, or random bytes."""
+    data = (directory / "text.txt").resolve()
+    data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("*/src/**/*.rs"))) or os.urandom(16 << 20))
+    return data
 
 
 def toml(value):
