@@ -16,7 +16,7 @@ pub struct StepBytes {
     pub backward_read_bytes: f64,
     /// Read after backward, for updates at once.
     pub update_read_bytes: f64,
-    /// Written. A commit's writes of resident tiles are spread over the steps between commits.
+    /// Written. A commit's writes of resident tiles, and of those of external units, are spread over the steps between commits.
     pub written_bytes: f64,
     /// Gradients among the bytes written: those not kept in host memory. They are written in backward and read for the
     /// updates.
@@ -99,9 +99,11 @@ impl SwapperSettings {
 
     pub(crate) fn step_bytes_of(&self, layout: &Layout) -> StepBytes {
         let residency = self.residency(layout);
+        let stays =
+            |kind: Kind, range: u32| residency[kind][range as usize] || layout.has_external(range);
         let sum = |kind: Kind, resident: bool| -> f64 {
             (0..layout.ranges().len() as u32)
-                .filter(|&range| residency[kind][range as usize] == resident)
+                .filter(|&range| stays(kind, range) == resident)
                 .map(|range| layout.moved_bytes(kind, range) as f64)
                 .sum()
         };
@@ -109,7 +111,7 @@ impl SwapperSettings {
         let untrained = |kept: bool| -> f64 {
             (0..layout.ranges().len() as u32)
                 .filter(|&range| !layout.has(Kind::State, range))
-                .filter(|&range| residency[Kind::Param][range as usize] == kept)
+                .filter(|&range| stays(Kind::Param, range) == kept)
                 .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
                 .sum()
         };
@@ -315,6 +317,7 @@ mod tests {
                         state_tile_bytes: |elems| elems * 10,
                     },
                     trained: true,
+                    external: false,
                 };
                 4
             ],

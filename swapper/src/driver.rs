@@ -89,13 +89,18 @@ impl<H: Clone> Driver<H> {
         let resident = settings.residency(&layout);
         let mut grad_indices = (layout.table().len() as u32..).map(TileIndex);
         let trained: Vec<bool> = (0..layout.ranges().len() as u32)
-            .map(|range| layout.has(Kind::Grad, range))
+            .map(|range| layout.has(Kind::State, range))
             .collect();
-        let grad_tiles: Vec<Option<TileIndex>> = (resident[Kind::Grad].iter().zip(&trained))
-            .map(|(resident, trained)| match !resident && *trained {
-                true => grad_indices.next(),
-                false => None,
-            })
+        let ranges = 0..layout.ranges().len() as u32;
+        let external = ranges.clone().map(|range| layout.has_external(range));
+        let external = external.collect();
+        let grad_tiles: Vec<Option<TileIndex>> = (ranges.zip(&resident[Kind::Grad]))
+            .map(
+                |(range, resident)| match !resident && layout.has(Kind::Grad, range) {
+                    true => grad_indices.next(),
+                    false => None,
+                },
+            )
             .collect();
         // Of the operations that were granted, the caller's own tiles have what the core did not ask for, and at least one.
         let beside = (opened.iodepth.saturating_sub(settings.iodepth)).max(1);
@@ -110,6 +115,7 @@ impl<H: Clone> Driver<H> {
         let core = Core::new(CoreSettings {
             units: layout.units().to_vec(),
             trained,
+            external,
             resident,
             staging: memory.staging_counts(),
             iodepth: opened.iodepth - scratch_inflight_max,
@@ -505,7 +511,7 @@ impl<H: Clone> Driver<H> {
                 self.start(Session::swap_out, tile, slot)
             }
             Action::Update { range, slots, step } => {
-                let lent = self.lease(range, ByKind(slots.0.map(Some)));
+                let lent = self.lease(range, slots);
                 while self.hypers.front().is_some_and(|(of, _)| *of < step) {
                     self.hypers.pop_front();
                 }

@@ -57,6 +57,9 @@ pub struct UnitShape {
     pub tile_bytes: TileBytes,
     /// Whether the unit has gradients and state. The others are written once, when they get their first content.
     pub trained: bool,
+    /// Whether the caller has the unit's newest content, as in a GPU's memory: its gathers and scatters give nothing, the caller updates it, and each
+    /// commit takes it from [`crate::Optimizer::copy`]. Tiles on devices are the same, so the next process may choose otherwise. Needs a store.
+    pub external: bool,
 }
 
 /// Sizes of a tile's three parts.
@@ -299,9 +302,24 @@ impl Layout {
         self.shapes[unit].trained
     }
 
-    /// Whether the range has a tile of `kind`.
+    /// Whether the caller has the unit's newest content.
+    pub fn external(&self, unit: usize) -> bool {
+        self.shapes[unit].external
+    }
+
+    /// Whether the caller has the newest content of the range.
+    pub fn has_external(&self, range: u32) -> bool {
+        self.external(self.ranges[range as usize].unit)
+    }
+
+    /// Whether the range has a tile of `kind` here. Gradients of an external unit are the caller's.
     pub fn has(&self, kind: Kind, range: u32) -> bool {
-        kind == Kind::Param || self.trained(self.ranges[range as usize].unit)
+        let trained = self.trained(self.ranges[range as usize].unit);
+        match kind {
+            Kind::Param => true,
+            Kind::State => trained,
+            Kind::Grad => trained && !self.has_external(range),
+        }
     }
 
     /// Elements of a range.
@@ -318,6 +336,9 @@ impl Layout {
 
     /// Bytes of a tile's content, without padding; 0 where the range has no such tile.
     pub fn content_bytes(&self, kind: Kind, range: u32) -> usize {
+        if !self.has(kind, range) {
+            return 0;
+        }
         let unit = self.ranges[range as usize].unit;
         self.bytes_of(kind, unit, self.elems(range)) as usize
     }
@@ -455,6 +476,7 @@ mod tests {
             elems,
             tile_bytes: bytes(),
             trained: true,
+            external: false,
         };
         elems.iter().map(shape).collect()
     }

@@ -58,7 +58,7 @@ pub use offload_client::{
 };
 pub use op::Op;
 pub use open::job_layout;
-pub use optimizer::{Optimizer, TileUpdate};
+pub use optimizer::{Optimizer, TileUpdate, UninitTile};
 pub use schedule::{Schedule, StepProgram};
 pub use scratch::{SCRATCH_SLOTS_MIN, Scratch, ScratchSettings};
 pub use settings::{
@@ -66,4 +66,4 @@ pub use settings::{
     SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
-pub use swapper::{Canceller, Part, PartMut, Swapper, TileVisitor, UninitTile};
+pub use swapper::{Canceller, Part, PartMut, Swapper, TileVisitor};

@@ -264,7 +264,8 @@ impl SwapperSettings {
             }
         };
         ByKind::new(|kind| {
-            let has = |range| layout.has(kind, range);
+            // What the caller has passes through on its way to a commit.
+            let has = |range| layout.has(kind, range) && !layout.has_external(range);
             let ranges = 0..layout.ranges().len() as u32;
             let count = ranges.clone().filter(|&range| has(range)).count();
             let mut chosen = resident(count, shares[kind]).into_iter();
@@ -292,6 +293,11 @@ impl SwapperSettings {
             });
         }
         self.scratch.check()?;
+        if self.units.iter().any(|unit| unit.external) && matches!(self.backing, Backing::Memory) {
+            return Err(SwapperError::Settings {
+                what: "external units are copied for commits, and there is no store".into(),
+            });
+        }
         if self.scratch.tile_count > 0 && matches!(self.backing, Backing::Memory) {
             return Err(SwapperError::Settings {
                 what: "scratch tiles are on devices, and there is no store".into(),

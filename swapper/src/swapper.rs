@@ -19,7 +19,7 @@ use crate::inbox::Inbox;
 use crate::layout::{ByKind, Kind, Layout, TileRange};
 use crate::lease::{Message, Reply};
 use crate::op::Op;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, UninitTile};
 use crate::owner::Owner;
 use crate::schedule::{self, Schedule, StepProgram};
 use crate::scratch::Scratch;
@@ -49,18 +49,6 @@ impl std::fmt::Debug for Interrupt {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Interrupt")
     }
-}
-
-/// A range to write. For a first content every byte of `param` and `state` must be written, which hold arbitrary bytes
-/// before; for another one they hold the present content.
-#[derive(Debug)]
-pub struct UninitTile<'a> {
-    /// The range.
-    pub range: &'a TileRange,
-    /// Parameters to write.
-    pub param: &'a mut [u8],
-    /// State to write; empty for a unit that is not trained.
-    pub state: &'a mut [u8],
 }
 
 /// A range of a unit's elements, and its parameters.
@@ -217,6 +205,11 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         if let Some(unit) = units.iter().find(|&&unit| !self.layout.trained(unit)) {
             return Err(SwapperError::Program {
                 what: format!("unit {unit} is not trained: its parameters are written once"),
+            });
+        }
+        if let Some(unit) = units.iter().find(|&&unit| self.layout.external(unit)) {
+            return Err(SwapperError::Program {
+                what: format!("unit {unit} is external: the caller has its content"),
             });
         }
         self.drain()?;
@@ -487,6 +480,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         if !self.counts_to_commit() {
             return Ok(());
         }
+        self.pending = self.with_copied(self.pending.clone(), true);
         let ops = self.plan_ops(&self.pending, true, &self.program);
         match self.schedule {
             Schedule::Immediate => self.settle(ops, Some(blob)).map(drop),
@@ -504,6 +498,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.check()?;
         self.check_finished()?;
         let commit = self.uncommitted_count > 0;
+        self.pending = self.with_copied(self.pending.clone(), commit);
         let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
         self.settle(ops, blob)?;
@@ -512,15 +507,39 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
-    /// Drains, then calls `visitor` with `param` and `state` of each range, ordered by unit and element.
+    /// Waits until all updates of the step before have run, and what the last commit needs of external units is copied: the caller may now
+    /// update these.
+    pub fn settle_updates(&mut self) -> Result<(), SwapperError> {
+        self.check()?;
+        self.request(
+            Request::Settle,
+            None,
+            None,
+            |lent| -> Result<(), SwapperError> { panic!("updates lend {}", lent.len()) },
+        )?;
+        Ok(())
+    }
+
+    /// Units whose newest content the caller has.
+    pub fn external_units(&self) -> Vec<usize> {
+        self.units_that(true)
+    }
+
+    fn units_that(&self, are_external: bool) -> Vec<usize> {
+        let units = 0..self.layout.units().len();
+        units
+            .filter(|&unit| self.layout.external(unit) == are_external)
+            .collect()
+    }
+
+    /// Drains, then calls `visitor` with `param` and `state` of each range that is not external, ordered by unit and element.
     pub fn visit(&mut self, visitor: &mut TileVisitor) -> Result<(), SwapperError> {
         self.drain()?;
-        let units: Vec<usize> = (0..self.layout.units().len()).collect();
-        self.visit_units(&units, visitor)
+        self.visit_units(&self.units_that(false), visitor)
     }
 
     /// Applies pending updates, and calls `visitor` with `param` and `state` of each range of `units`. Commits nothing, so that a
-    /// step that is not sealed yet stays so.
+    /// step that is not sealed yet stays so. Of external units it sees what was last copied.
     pub fn visit_units(
         &mut self,
         units: &[usize],
@@ -632,6 +651,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let updated: Vec<usize> = updated.into_iter().filter(|_| update).collect();
         let settled = blob.is_none();
         let commit = !settled && self.counts_to_commit();
+        let updated = self.with_copied(updated, commit);
         let ops = self.plan_ops(&updated, commit, &self.program);
         if let Some(blob) = &blob {
             self.blob = blob.clone();
@@ -652,6 +672,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.pending = updated;
         let io = io?;
         Ok(self.count(io))
+    }
+
+    /// Adds to pending units those of which a commit may need a copy.
+    fn with_copied(&self, mut pending: Vec<usize>, commit: bool) -> Vec<usize> {
+        if commit {
+            pending.extend(self.units_that(true));
+            pending.sort_unstable();
+            pending.dedup();
+        }
+        pending
     }
 
     /// The program with the updates of `pending` units where the schedule places them.

@@ -1,5 +1,5 @@
 //! An update worker: a thread that runs an optimizer while the owner thread keeps I/O going. Several workers take
-//! tiles from one queue.
+//! tiles from one queue. Tiles of external units, whose content the caller has, are copied instead.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
@@ -11,7 +11,7 @@ use test_hooks::kill_point::{Point, reach};
 use crate::inbox::Inbox;
 use crate::layout::{ByKind, Kind, Layout};
 use crate::lease::{Message, UpdateJob};
-use crate::optimizer::{Optimizer, TileUpdate};
+use crate::optimizer::{Optimizer, TileUpdate, UninitTile};
 
 /// Updates tiles in queue order until the owner ends or an update panics.
 pub(crate) fn run<H>(
@@ -30,17 +30,30 @@ pub(crate) fn run<H>(
         let range = lent.range;
         let start = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            let ByKind([Some(param), Some(state), Some(grad)]) = &mut lent.slots else {
-                panic!("an update needs all three slots of its range");
+            let ByKind([Some(param), Some(state), grad]) = &mut lent.slots else {
+                panic!("an update needs the parameters and the state of its range");
             };
             let bytes = |kind| ..layout.content_bytes(kind, range);
-            let tile = TileUpdate {
-                range: &layout.ranges()[range as usize],
-                param: &mut param.as_mut_slice()[bytes(Kind::Param)],
-                state: &mut state.as_mut_slice()[bytes(Kind::State)],
-                grad: &grad.as_slice()[bytes(Kind::Grad)],
-            };
-            optimizer.update(tile, &hyper);
+            let param = &mut param.as_mut_slice()[bytes(Kind::Param)];
+            let state = &mut state.as_mut_slice()[bytes(Kind::State)];
+            let grad = (grad.as_ref()).map(|grad| &grad.as_slice()[bytes(Kind::Grad)]);
+            let range = &layout.ranges()[range as usize];
+            match grad {
+                Some(grad) => {
+                    let tile = TileUpdate {
+                        range,
+                        param,
+                        state,
+                        grad,
+                    };
+                    optimizer.update(tile, &hyper);
+                }
+                None => optimizer.copy(UninitTile {
+                    range,
+                    param,
+                    state,
+                }),
+            }
             reach(Point::Updated);
         }));
         let message = match result {

@@ -30,6 +30,10 @@ impl Core {
                     lent: VecDeque::new(),
                 })
             }
+            Request::Settle => {
+                self.plan_rest();
+                Waiting::Updating
+            }
             Request::Finish {
                 ops,
                 update,
@@ -37,12 +41,8 @@ impl Core {
                 settled,
                 joins,
             } => {
-                if self.pending_count > 0 && !joins {
-                    // The trainer left its program early: updates behind gathers that never come must not claim slots.
-                    let left: Vec<Op> = (0..self.units.len())
-                        .map(|unit| Op::Update { unit })
-                        .collect();
-                    self.set_plan(&left);
+                if !joins {
+                    self.plan_rest();
                 }
                 Waiting::Finishing {
                     ops,
@@ -57,6 +57,15 @@ impl Core {
                 Waiting::Settling
             }
         };
+    }
+
+    /// Plans the pending updates alone if the trainer left its program early: updates behind gathers that never come must not claim slots.
+    fn plan_rest(&mut self) {
+        if self.pending_count > 0 && self.next_served < self.plan.served.len() {
+            let units = 0..self.units.len();
+            let left: Vec<Op> = units.map(|unit| Op::Update { unit }).collect();
+            self.set_plan(&left);
+        }
     }
 
     /// Ends the use at `position`: its tiles' next uses become current.
@@ -182,6 +191,7 @@ impl Core {
             Waiting::Nothing | Waiting::Finishing { .. } => false,
             Waiting::Serving(serving) => serving.left.is_empty() && serving.lent.is_empty(),
             Waiting::Settling => self.pending_count == 0 && self.commits == 0,
+            Waiting::Updating => self.pending_count == 0,
             Waiting::Finished => true,
         };
         if done {
@@ -210,6 +220,7 @@ impl Core {
         self.pending_generation = generation;
         if update {
             self.step += u64::from(!joins);
+            self.external_changed = true;
             for (pending, &scattered) in self.pending.iter_mut().zip(&self.scattered) {
                 *pending |= scattered;
             }

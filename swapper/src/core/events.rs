@@ -24,6 +24,8 @@ pub struct CoreSettings {
     pub units: Vec<Range<u32>>,
     /// Whether each range has state and gradients. The others are never scattered or updated.
     pub trained: Vec<bool>,
+    /// Whether the caller has each range's newest content. Commits copy it; nothing else is done with these ranges, but fills and visits.
+    pub external: Vec<bool>,
     /// Whether each range's tile stays in host memory, by kind; `false` for a tile that a range does not have.
     pub resident: ByKind<Vec<bool>>,
     /// Slots for the other tiles, by kind. At least 2 where two or more tiles are not resident.
@@ -60,6 +62,8 @@ pub enum Request {
         /// The new plan.
         ops: Vec<Op>,
     },
+    /// Answer when nothing is pending: content of external ranges may change again.
+    Settle,
 }
 
 /// Inputs of the core.
@@ -117,12 +121,13 @@ pub enum Action {
         /// Source of the write.
         slot: SlotNumber,
     },
-    /// Give a range's param, state and gradients to a worker.
+    /// Give a range's param, state and gradients to a worker; without gradients, which external ranges have not, the worker copies the content that
+    /// the caller has.
     Update {
         /// The range.
         range: u32,
         /// Slots by kind.
-        slots: ByKind<SlotNumber>,
+        slots: ByKind<Option<SlotNumber>>,
         /// The step of the update, counting steps with updates from 1.
         step: u64,
     },

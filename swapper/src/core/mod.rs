@@ -25,6 +25,10 @@
 //! commit waits for them. Another pass of the same step and a drain keep them; those of a step that was not finished are
 //! dropped when the next step begins.
 //!
+//! **External ranges.** The caller has their newest content and updates it. A commit makes them pending, if the caller has updated them since the last one:
+//! a worker copies each into slots, in the order of updates, and they are written as staged tiles. The caller's next update waits for that
+//! ([`Request::Settle`]). Gathers and scatters skip them.
+//!
 //! **A step in parts.** Updates may begin before all gradients of a step have come: what is scattered becomes pending, and what is
 //! scattered later joins it. No commit is planned in between, so that one generation and one set of hyperparameters hold.
 //!
@@ -45,7 +49,7 @@ pub use crate::op::Op;
 pub use events::{Action, CoreSettings, Event, Request, SlotNumber, TileId};
 
 use plan::{NEVER, Plan, UseKind};
-use tiles::Tiles;
+use tiles::{TileState, Tiles};
 
 /// Commits planned and not acknowledged: one in progress, and one whose updates are running.
 const COMMITS_MAX: usize = 2;
@@ -77,6 +81,8 @@ enum Waiting {
     },
     /// Waits until nothing is pending and no commit is outstanding.
     Settling,
+    /// Waits until nothing is pending.
+    Updating,
     /// Nothing is left to do before the answer.
     Finished,
 }
@@ -86,6 +92,9 @@ enum Waiting {
 pub struct Core {
     units: Vec<Range<u32>>,
     trained: Vec<bool>,
+    external: Vec<bool>,
+    /// Whether the caller has updated external ranges since they were last copied.
+    external_changed: bool,
     tiles: ByKind<Tiles>,
     durable: bool,
     updates_max: usize,
@@ -140,6 +149,7 @@ impl Core {
         let CoreSettings {
             units,
             trained,
+            external,
             resident,
             staging,
             iodepth,
@@ -150,18 +160,27 @@ impl Core {
         assert!(iodepth >= 2, "one operation each way");
         assert!(workers >= 1, "somebody updates");
         assert_eq!(trained.len(), ranges, "one mark a range");
+        assert_eq!(external.len(), ranges, "one mark a range");
+        let all_here = !external.contains(&true);
+        assert!(durable || all_here, "nothing is copied without a store");
         for kind in Kind::ALL {
             let resident = &resident[kind];
             assert_eq!(resident.len(), ranges, "one mark a range");
-            let staged = (resident.iter().zip(&trained))
-                .filter(|&(resident, trained)| !resident && (*trained || kind == Kind::Param))
-                .count();
+            let has = |range: usize| match kind {
+                Kind::Param => true,
+                Kind::State => trained[range],
+                Kind::Grad => trained[range] && !external[range],
+            };
+            let staged = (0..ranges).filter(|&range| has(range) && !resident[range]);
+            let staged = staged.count();
             assert!(durable || staged == 0, "without a store all is resident");
             assert!(staging[kind] as usize >= staged.min(2));
         }
         Self {
             units,
             trained,
+            external,
+            external_changed: false,
             tiles: ByKind::new(|kind| Tiles::new(kind, &resident[kind], staging[kind])),
             durable,
             updates_max: workers * UPDATES_PER_WORKER,
@@ -264,7 +283,35 @@ impl Core {
         &mut self.tiles[kind]
     }
 
+    /// Makes external ranges pending whose content a commit lacks.
+    fn want_copies(&mut self) {
+        let generation = self.working();
+        assert!(
+            self.pending_count == 0 || self.pending_generation == generation,
+            "updates of an earlier generation are pending"
+        );
+        for range in 0..self.pending.len() {
+            if self.external[range] && self.trained[range] {
+                assert!(!std::mem::replace(&mut self.pending[range], true));
+                self.pending_count += 1;
+            }
+        }
+        self.pending_generation = generation;
+    }
+
     fn set_plan(&mut self, ops: &[Op]) {
+        if ops.contains(&Op::Commit) && std::mem::take(&mut self.external_changed) {
+            self.want_copies();
+        }
+        // The new plan claims slots for copies again.
+        for range in 0..self.pending.len() {
+            for kind in Kind::STORED {
+                if self.pending[range] && self.tiles[kind].state(range as u32) == TileState::Claimed
+                {
+                    self.tiles(kind).clear(range as u32);
+                }
+            }
+        }
         for range in 0..self.pending.len() {
             if !self.pending[range] && !self.scattered[range] {
                 self.tiles(Kind::Grad).abandon(range as u32);
@@ -275,7 +322,7 @@ impl Core {
         self.plan = Plan::new(
             ops,
             &self.units,
-            &self.trained,
+            [&self.trained, &self.external],
             |range| pending[range as usize] && !updating.contains_key(&range),
             self.scattered.clone(),
             &mut first,

@@ -15,6 +15,8 @@ pub(super) const NEVER: u32 = u32::MAX;
 pub(super) enum UseKind {
     Fill,
     Update,
+    /// Instead of an update: a worker copies the caller's content of an external range.
+    Copy,
     Gather,
     Scatter,
     /// A scatter of a range that has gradients of this step.
@@ -31,7 +33,7 @@ impl UseKind {
     fn needs(self, kind: Kind) -> bool {
         match self {
             Self::Update | Self::ExpectUpdate => true,
-            Self::Fill | Self::Visit | Self::Rewrite => kind != Kind::Grad,
+            Self::Fill | Self::Copy | Self::Visit | Self::Rewrite => kind != Kind::Grad,
             Self::Gather | Self::ExpectGather => kind == Kind::Param,
             Self::Scatter | Self::Add => kind == Kind::Grad,
         }
@@ -70,24 +72,36 @@ pub(super) struct Plan {
 
 impl Plan {
     /// Expands `ops`; `first[kind][range]` becomes the position of each tile's first use. `trained[range]` says which
-    /// ranges have state and gradients.
+    /// ranges have state and gradients, and `external[range]` of which the caller has the content: they are neither gathered nor scattered here.
     ///
     /// An update is expanded to the ranges `wanted` names; `scattered[range]` says which have gradients of this step.
     pub(super) fn new(
         ops: &[Op],
         units: &[Range<u32>],
-        trained: &[bool],
+        [trained, external]: [&[bool]; 2],
         mut wanted: impl FnMut(u32) -> bool,
         mut scattered: Vec<bool>,
         first: &mut ByKind<Vec<u32>>,
     ) -> Self {
         let mut plan = Self::default();
+        let used = |unit: usize| {
+            let ranges = units[unit].clone();
+            ranges.filter(|&range| !external[range as usize])
+        };
+        let push_update = |plan: &mut Self, range: u32| {
+            let what = match external[range as usize] {
+                true => UseKind::Copy,
+                false => UseKind::Update,
+            };
+            let position = plan.push(what, range);
+            plan.updates.push(position);
+        };
         for &op in ops {
             match op {
                 Op::Update { unit } => {
                     assert!(!plan.commits, "an update after its commit");
                     for range in units[unit].clone().filter(|&range| wanted(range)) {
-                        plan.push_update(range);
+                        push_update(&mut plan, range);
                     }
                 }
                 Op::Commit => {
@@ -99,23 +113,27 @@ impl Plan {
                         true => UseKind::ExpectUpdate,
                         false => UseKind::ExpectGather,
                     };
-                    for range in units[unit].clone() {
+                    for range in used(unit) {
                         plan.push(what, range);
                     }
                 }
                 Op::UpdateAndGather { unit } => {
                     assert!(!plan.commits, "an update after its commit");
-                    let gather = Op::Gather { unit };
-                    plan.serve(gather, UseKind::Gather, &units[unit], |plan, range| {
+                    let mut positions = Vec::new();
+                    for range in units[unit].clone() {
                         if wanted(range) {
-                            plan.push_update(range);
+                            push_update(&mut plan, range);
                         }
-                    });
+                        if !external[range as usize] {
+                            positions.push(plan.push(UseKind::Gather, range));
+                        }
+                    }
+                    plan.served.push((Op::Gather { unit }, positions));
                 }
-                Op::Fill { unit } => plan.serve(op, UseKind::Fill, &units[unit], |_, _| {}),
-                Op::Gather { unit } => plan.serve(op, UseKind::Gather, &units[unit], |_, _| {}),
+                Op::Fill { unit } => plan.serve(op, UseKind::Fill, units[unit].clone()),
+                Op::Gather { unit } => plan.serve(op, UseKind::Gather, used(unit)),
                 Op::Scatter { unit } => {
-                    let positions = units[unit].clone().map(|range| {
+                    let positions = used(unit).map(|range| {
                         assert!(trained[range as usize], "gradients of what is not trained");
                         let what = match std::mem::replace(&mut scattered[range as usize], true) {
                             true => UseKind::Add,
@@ -126,8 +144,8 @@ impl Plan {
                     let positions = positions.collect();
                     plan.served.push((op, positions));
                 }
-                Op::Visit { unit } => plan.serve(op, UseKind::Visit, &units[unit], |_, _| {}),
-                Op::Rewrite { unit } => plan.serve(op, UseKind::Rewrite, &units[unit], |_, _| {}),
+                Op::Visit { unit } => plan.serve(op, UseKind::Visit, units[unit].clone()),
+                Op::Rewrite { unit } => plan.serve(op, UseKind::Rewrite, units[unit].clone()),
             }
         }
         for one in &mut plan.uses {
@@ -149,27 +167,10 @@ impl Plan {
         plan
     }
 
-    /// Adds the trainer's operation on a unit, with `before` ahead of each of its ranges.
-    fn serve(
-        &mut self,
-        op: Op,
-        what: UseKind,
-        unit: &Range<u32>,
-        mut before: impl FnMut(&mut Self, u32),
-    ) {
-        let positions = unit
-            .clone()
-            .map(|range| {
-                before(self, range);
-                self.push(what, range)
-            })
-            .collect();
+    /// Adds the trainer's operation on ranges of a unit.
+    fn serve(&mut self, op: Op, what: UseKind, ranges: impl Iterator<Item = u32>) {
+        let positions = ranges.map(|range| self.push(what, range)).collect();
         self.served.push((op, positions));
-    }
-
-    fn push_update(&mut self, range: u32) {
-        let position = self.push(UseKind::Update, range);
-        self.updates.push(position);
     }
 
     fn push(&mut self, what: UseKind, range: u32) -> u32 {
@@ -205,7 +206,8 @@ mod tests {
         let units = vec![0..1, 1..3];
         let trained = [true; 3];
         let wanted = |range| range == 1;
-        let plan = Plan::new(&ops, &units, &trained, wanted, vec![false; 3], &mut first);
+        let marks: [&[bool]; 2] = [&trained, &[false; 3]];
+        let plan = Plan::new(&ops, &units, marks, wanted, vec![false; 3], &mut first);
         use UseKind::*;
         let shape: Vec<_> = plan.uses.iter().map(|u| (u.what, u.range)).collect();
         assert_eq!(

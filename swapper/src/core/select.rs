@@ -47,21 +47,33 @@ impl Core {
         while self.updating.len() < self.updates_max
             && let Some(&position) = self.plan.updates.get(self.next_update)
         {
-            let range = self.plan.uses[position as usize].range;
+            let one = self.plan.uses[position as usize];
+            let range = one.range;
             let generation = self.pending_generation;
             let of_its_time =
                 |dirty: Option<u64>| dirty.is_none_or(|of| of == generation || of == NO_GENERATION);
-            let ready = self.tiles.0.iter().all(|tiles| {
-                tiles.state(range) == TileState::Idle
+            // A copy overwrites what is in the slots.
+            let copies = one.what == UseKind::Copy;
+            let in_slot = |state: TileState| {
+                state == TileState::Idle || copies && state == TileState::Claimed
+            };
+            let ready = |tiles: &Tiles| {
+                in_slot(tiles.state(range))
                     && tiles.next_use(range) == position
                     && of_its_time(tiles.dirty(range))
-            });
-            if !ready {
+            };
+            let needed = ByKind::new(|kind| one.needs(kind));
+            if Kind::ALL
+                .iter()
+                .any(|&kind| needed[kind] && !ready(&self.tiles[kind]))
+            {
                 return;
             }
             let slots = ByKind::new(|kind| {
-                self.tiles(kind).set_state(range, TileState::Updating);
-                self.tiles(kind).slot(range)
+                needed[kind].then(|| {
+                    self.tiles(kind).set_state(range, TileState::Updating);
+                    self.tiles(kind).slot(range)
+                })
             });
             self.updating.insert(range, Some(position));
             self.next_update += 1;
@@ -148,7 +160,7 @@ impl Core {
                 return;
             };
             let one = self.plan.uses[position];
-            let fill = matches!(one.what, UseKind::Fill | UseKind::Scatter);
+            let fill = matches!(one.what, UseKind::Fill | UseKind::Scatter | UseKind::Copy);
             if !fill && self.reads_inflight == self.reads_max {
                 return;
             }

@@ -4,6 +4,7 @@
 //! hang when the daemon, the optimizer or the trainer fails, and a committed step that cannot be resumed. A toy model in which every byte depends on
 //! all earlier ones is trained in every way and compared with plain vectors.
 
+mod external;
 mod memory;
 mod mixed;
 mod scratch;

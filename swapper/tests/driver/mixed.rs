@@ -25,6 +25,7 @@ fn settings(schedule: Schedule, backing: Backing) -> SwapperSettings {
             state_tile_bytes: |elems| elems * 8 + 64,
         },
         trained,
+        external: false,
     });
     SwapperSettings {
         units: units.to_vec(),

@@ -26,6 +26,7 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
                 elems,
                 tile_bytes: TILE_BYTES,
                 trained: true,
+                external: false,
             })
             .to_vec(),
         tile_elems: TILE_ELEMS,
@@ -181,6 +182,12 @@ pub(crate) fn blob(step: u64) -> Vec<u8> {
 
 /// Runs one step: a forward pass, a backward pass, and its end.
 pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo, SwapperError> {
+    pass(swapper, step)?;
+    swapper.finish_step(step, blob(step))
+}
+
+/// Runs the forward pass and the backward pass of a step.
+pub(crate) fn pass(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
     let program = StepProgram::training(UNITS.len());
     swapper.begin_step(program.clone())?;
     let mut params: Vec<Vec<(Range<u64>, Vec<u8>)>> = vec![Vec::new(); UNITS.len()];
@@ -216,7 +223,7 @@ pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo
             other => unreachable!("{other:?} in a trainer's program"),
         }
     }
-    swapper.finish_step(step, blob(step))
+    Ok(())
 }
 
 /// Runs the same step in three passes whose gradients add up to those of [`train_step`]. Announces one operation at a time, like a caller that does

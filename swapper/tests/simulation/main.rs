@@ -105,6 +105,17 @@ fn draw_job(rng: &mut Rng) -> Job {
 
 fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
     let ranges = job.ranges();
+    let mut external = vec![false; ranges];
+    if job.durable && rng.chance(40) {
+        let percent = [30, 60, 100][rng.below(3)];
+        let rewritten = |unit| job.rewrites.iter().any(|units| units.contains(&unit));
+        for (unit, ranges) in job.units.iter().enumerate() {
+            let chosen = rng.chance(percent) && !rewritten(unit);
+            for range in ranges.clone() {
+                external[range as usize] = chosen;
+            }
+        }
+    }
     let fraction = |rng: &mut Rng| match rng.below(4) {
         _ if !job.durable => 1.0,
         0 => 0.0,
@@ -113,12 +124,14 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
     };
     let shares = [fraction(rng), fraction(rng), fraction(rng)];
     let staging = [0, 1, 2].map(|kind: usize| {
-        let residents = job.residents(kind, shares[kind]);
-        let staged = job.with(kind).filter(|&range| !residents[range]).count();
+        let residents = job.residents(kind, shares[kind], &external);
+        let is_staged = |range: &usize| !(residents[*range] || kind == 2 && external[*range]);
+        let staged = job.with(kind).filter(is_staged).count();
         let more = if rng.chance(50) { 0 } else { rng.below(ranges) };
         (2 + more).min(staged) as u32
     });
     Setup {
+        external,
         shares,
         staging,
         iodepth: 2 + rng.below(7) as u32,
@@ -139,6 +152,7 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
 #[test]
 fn training_through_failures_equals_training_in_memory() {
     let incarnations = std::cell::Cell::new((0, 0));
+    let copied = std::cell::Cell::new(0);
     for_seeds(|rng| {
         let job = draw_job(rng);
         let reference = Reference::new(&job);
@@ -153,6 +167,7 @@ fn training_through_failures_equals_training_in_memory() {
             let (end, moves) = incarnation.run();
             let (all, failed) = incarnations.get();
             incarnations.set((all + 1, failed + u64::from(end == End::Failed)));
+            copied.set(copied.get() + moves.copies);
             if end == End::Finished {
                 check_moves(&job, &setup, from, new, &moves);
                 break;
@@ -163,6 +178,11 @@ fn training_through_failures_equals_training_in_memory() {
     });
     let (all, failed) = incarnations.get();
     println!("{all} incarnations, {failed} of them ended by a failure");
+    println!("{} ranges copied", copied.get());
+    assert!(
+        all < 100 || copied.get() > all,
+        "the seeds copy too few external ranges to show anything"
+    );
     assert!(
         all < 100 || failed > all / 20,
         "the seeds make too few failures to show anything"
@@ -176,6 +196,14 @@ fn evaluations_of(job: &Job, from: u64) -> u64 {
         every => (from..job.skipped.len() as u64)
             .filter(|step| step % every as u64 == 0)
             .count() as u64,
+    }
+}
+
+/// Commits of `steps` steps that copy external ranges.
+fn commits_that_copy(setup: &Setup, steps: u64) -> u64 {
+    match setup.external.contains(&true) {
+        true => steps.checked_div(setup.commit_every).unwrap_or(0),
+        false => 0,
     }
 }
 
@@ -196,7 +224,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let drains = evaluations_of(job, from) + rewrites;
     let evaluations = evaluations_of(job, from);
     for kind in [0, 1, 2] {
-        let residents = job.residents(kind, setup.shares[kind]);
+        let residents = job.residents(kind, setup.shares[kind], &setup.external);
         let mut reads_max = 0;
         let mut writes_max = 0;
         let mut writes_min = 0;
@@ -215,6 +243,9 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 } else {
                     0
                 };
+                if kind == 2 && setup.external[range as usize] {
+                    continue;
+                }
                 if kind == 2 {
                     // Written and read at most once per pass, and never if resident; a skipped step has gradients too.
                     if !residents[range as usize] && job.trained[range as usize] {
@@ -224,14 +255,20 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     continue;
                 }
                 let fills = u64::from(new) + rewritten;
+                let external = setup.external[range as usize];
+                // What has state is copied whether it was updated or not.
+                let updates = match external && !job.frozen[range as usize] {
+                    true => steps,
+                    false => updates,
+                };
                 writes_max += updates + fills;
-                if residents[range as usize] {
+                if residents[range as usize] || external {
                     // Once per commit, however often the tile was updated.
                     let commits =
                         drains + 1 + all_steps.checked_div(setup.commit_every).unwrap_or(0);
                     writes_max -= updates - updates.min(commits);
-                    // Read once in a resumed incarnation, or not at all.
-                    reads_max += u64::from(!new);
+                    // Read once in a resumed incarnation, or not at all; external ones by the final visit.
+                    reads_max += u64::from(!new || external);
                     let commits_all = setup.commit_every == 1;
                     writes_min += fills + if commits_all { updates } else { updates.min(1) };
                     continue;
@@ -263,9 +300,13 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
         if !job.durable {
             (reads_max, writes_max, writes_min) = (0, 0, 0);
         }
-        // A change of plans that the core cannot foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
-        let surprises =
-            2 + 3 * drains + 2 * (all_steps - steps) + 2 * (moves.further + moves.begun);
+        // A change of plans that the core cannot foresee (an evaluation, a skipped step, another order, the end, copies for a commit) wastes what was
+        // read ahead.
+        let surprises = 2
+            + 3 * drains
+            + 2 * (all_steps - steps)
+            + 2 * (moves.further + moves.begun)
+            + commits_that_copy(setup, all_steps);
         let wasted = surprises * u64::from(setup.staging[kind]);
         assert!(
             moves.reads[kind] <= reads_max + wasted,
@@ -295,6 +336,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         durable: true,
     };
     let setup = Setup {
+        external: vec![false; units as usize],
         shares: [0.0; 3],
         staging,
         iodepth: 8,

@@ -42,6 +42,7 @@ impl Bench {
         let core = Core::new(CoreSettings {
             units,
             trained: vec![true; ranges as usize],
+            external: vec![false; ranges as usize],
             resident: ByKind::new(|_| vec![false; ranges as usize]),
             staging: ByKind([staging; 3]),
             iodepth: 2,
@@ -284,6 +285,7 @@ fn four_units() -> Bench {
     let core = Core::new(CoreSettings {
         units: (0..4).map(|unit| unit..unit + 1).collect(),
         trained: vec![true; 4],
+        external: vec![false; 4],
         resident: ByKind::new(|_| vec![false; 4]),
         staging: ByKind([3; 3]),
         iodepth: 16,

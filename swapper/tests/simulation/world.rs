@@ -42,12 +42,14 @@ impl Job {
         (0..self.ranges()).filter(move |&range| kind == 0 || !self.frozen[range])
     }
 
-    /// Which ranges' tiles of `kind` stay in host memory.
-    pub(crate) fn residents(&self, kind: usize, fraction: f64) -> Vec<bool> {
+    /// Which ranges' tiles of `kind` stay in host memory; of `external` ones none does.
+    pub(crate) fn residents(&self, kind: usize, fraction: f64, external: &[bool]) -> Vec<bool> {
         let mut residents = vec![false; self.ranges()];
-        let chosen = resident(self.with(kind).count(), fraction);
-        for (range, chosen) in self.with(kind).zip(chosen) {
-            residents[range] = chosen;
+        let may: Vec<usize> = (self.with(kind))
+            .filter(|&range| !external[range])
+            .collect();
+        for (range, chosen) in may.iter().zip(resident(may.len(), fraction)) {
+            residents[*range] = chosen;
         }
         residents
     }
@@ -61,6 +63,8 @@ impl Job {
 /// Setup of one incarnation of the swapper. The next incarnation may have another.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
+    /// Whether the trainer has each range's newest content.
+    pub(crate) external: Vec<bool>,
     pub(crate) shares: [f64; 3],
     pub(crate) staging: [u32; 3],
     pub(crate) iodepth: u32,
@@ -106,6 +110,8 @@ pub(crate) struct Moves {
     pub(crate) further: u64,
     /// Times that updates began before the end of their step.
     pub(crate) begun: u64,
+    /// External ranges that were copied.
+    pub(crate) copies: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -147,13 +153,15 @@ pub(crate) struct Incarnation<'a> {
     slots: ByKind<Vec<Slot>>,
     /// Gradients that the update of their step has not used yet, by range.
     grads: Vec<Option<Content>>,
+    /// Newest content of external ranges.
+    held: Vec<Option<[Content; 2]>>,
     /// Scatters of each range in the present step.
     sums: Vec<u64>,
     /// Gradients on this incarnation's scratch tiles.
     scratch: Vec<Option<Content>>,
     ios: Vec<Io>,
     io_number: u64,
-    updates: VecDeque<(u32, ByKind<SlotNumber>, u64)>,
+    updates: VecDeque<(u32, ByKind<Option<SlotNumber>>, u64)>,
     lent: VecDeque<(u32, ByKind<Option<SlotNumber>>)>,
     committing: Option<u64>,
     /// Blobs of commits planned and not begun.
@@ -195,11 +203,13 @@ impl<'a> Incarnation<'a> {
         rng: &'a mut Rng,
     ) -> Self {
         let ranges = job.ranges();
-        let residents =
-            ByKind::new(|kind| job.residents(kind as usize, setup.shares[kind as usize]));
+        let residents = ByKind::new(|kind| {
+            job.residents(kind as usize, setup.shares[kind as usize], &setup.external)
+        });
         let core = Core::new(CoreSettings {
             units: job.units.clone(),
             trained: job.frozen.iter().map(|frozen| !frozen).collect(),
+            external: setup.external.clone(),
             resident: residents.clone(),
             staging: ByKind(setup.staging),
             iodepth: setup.iodepth,
@@ -223,6 +233,10 @@ impl<'a> Incarnation<'a> {
             None => vec![[None; 2]; ranges],
         };
         let step = store.committed.as_ref().map_or(0, |g| g.step);
+        let at_start = &reference.0[step as usize];
+        let held = (setup.external.iter().zip(at_start))
+            .map(|(external, contents)| external.then_some(*contents))
+            .collect();
         Self {
             job,
             reference,
@@ -233,6 +247,7 @@ impl<'a> Incarnation<'a> {
             actions: Vec::new(),
             slots,
             grads: vec![None; ranges],
+            held,
             sums: vec![0; ranges],
             scratch: vec![None; ranges],
             ios: Vec::new(),
@@ -377,7 +392,13 @@ impl<'a> Incarnation<'a> {
                 if tile.kind == Kind::Grad {
                     return;
                 }
-                let generation = self.generation_of[content.step as usize];
+                // A range without gradients in this run is copied as it is.
+                let is_old = self.setup.external[tile.range as usize]
+                    && !self.job.trained[tile.range as usize];
+                let generation = match is_old {
+                    true => self.acknowledged + 1,
+                    false => self.generation_of[content.step as usize],
+                };
                 assert_eq!(
                     generation,
                     self.acknowledged + 1,
@@ -387,8 +408,14 @@ impl<'a> Incarnation<'a> {
                 assert!(self.committing.is_none(), "a write during a commit");
             }
             Action::Update { range, slots, step } => {
+                let external = self.setup.external[range as usize];
+                assert_eq!(slots[Kind::Grad].is_none(), external);
                 for kind in Kind::ALL {
-                    self.borrow_slot(kind, range, slots[kind]);
+                    match slots[kind] {
+                        Some(slot) if external => self.claim(kind, range, slot),
+                        Some(slot) => drop(self.borrow_slot(kind, range, slot)),
+                        None => {}
+                    }
                 }
                 self.updates
                     .push_back((range, slots, self.hypers[step as usize - 1]));
@@ -460,8 +487,11 @@ impl<'a> Incarnation<'a> {
                         || self.scratch[held as usize] == Some(content)
                 }
                 _ => {
+                    // What a commit lacks of the trainer's content shows when it ends.
                     held == range
-                        || self.store.working[held as usize][kind as usize] == Some(content)
+                        || self.setup.external[held as usize]
+                        || self.store.working[held as usize][kind as usize]
+                            .is_some_and(|on| on == content || on.step > content.step)
                 }
             };
             assert!(safe, "the newest content of range {held} is lost");
@@ -538,11 +568,39 @@ impl<'a> Incarnation<'a> {
         self.event(Event::Returned { range });
     }
 
+    /// Updates the content of external ranges, as the trainer does before it ends a step.
+    pub(crate) fn update_external(&mut self, step: u64) {
+        let sums = self.job.passes[step as usize - 1];
+        for range in 0..self.job.ranges() {
+            if let Some(held) = &mut self.held[range]
+                && self.job.trained[range]
+            {
+                let copies = |&(copied, ..): &(u32, _, _)| copied as usize == range;
+                assert!(
+                    !self.updates.iter().any(copies),
+                    "content that is being copied changes"
+                );
+                *held = update(step, *held, gradient(step, range, held[0], sums));
+            }
+        }
+    }
+
     fn update(&mut self) {
         // Any update with a worker may end first.
         let at = self.rng.below(self.updates.len().min(self.setup.workers));
         let (range, slots, step) = self.updates.remove(at).unwrap();
         let index = range as usize;
+        if let Some(held) = self.held[index] {
+            self.moves.copies += 1;
+            for kind in Kind::STORED {
+                let slot = slots[kind].expect("both are copied");
+                let slot = &mut self.slots[kind][slot.0 as usize];
+                assert!(std::mem::take(&mut slot.away));
+                slot.holds = Some((range, Some(held[kind as usize])));
+            }
+            return self.event(Event::Updated { range });
+        }
+        let slots = ByKind::new(|kind| slots[kind].expect("an update needs all"));
         let [param, state, grad] = Kind::ALL.map(|kind| {
             let (_, content) = self.slots[kind][slots[kind].0 as usize].holds.unwrap();
             content.unwrap()

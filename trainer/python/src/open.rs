@@ -177,6 +177,7 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
             tile_bytes(format, grads.elem_bytes())
         }),
         trained: update.is_some(),
+        external: false,
     }
 }
 

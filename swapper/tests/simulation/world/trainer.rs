@@ -64,6 +64,9 @@ impl Incarnation<'_> {
                     self.hypers.push(self.step + 1);
                     self.generation_of.push(self.generation);
                 }
+                if !self.begun {
+                    self.update_external(self.step + 1);
+                }
                 self.begun = true;
                 self.event(Event::Request(request));
             }
@@ -80,6 +83,9 @@ impl Incarnation<'_> {
                         self.step += 1;
                         self.sums.fill(0);
                         self.moves.passes += 1;
+                        if *update && !self.begun {
+                            self.update_external(self.step);
+                        }
                         if !std::mem::take(&mut self.begun) {
                             self.generation_of
                                 .push(self.generation - u64::from(blob.is_some()));
@@ -88,7 +94,7 @@ impl Incarnation<'_> {
                             self.hypers.push(self.step);
                         }
                     }
-                    Request::Drain { .. } => self.moves.passes += 1,
+                    Request::Drain { .. } | Request::Settle => self.moves.passes += 1,
                 }
                 self.event(Event::Request(request));
             }
@@ -140,6 +146,7 @@ impl Incarnation<'_> {
         // Where gradients are added up, those of a unit are complete only in the last pass.
         let begins = update && self.job.passes[self.step as usize] == 1;
         let (mut pending, mut begun) = (self.pending.clone(), Vec::new());
+        let settle = || Call::Request(Request::Settle, None);
         for pass in 0..self.job.passes[self.step as usize] {
             let ops = self.plan_ops(&pending, false, &program);
             self.calls.push_back(match pass {
@@ -156,6 +163,7 @@ impl Incarnation<'_> {
                 if begins && matches!(op, Op::Scatter { .. }) && self.rng.chance(self.setup.begins)
                 {
                     let joins = !begun.is_empty();
+                    self.calls.extend((!joins).then(settle));
                     begun = scattered(&program.ops()[..=at]);
                     self.call_begin(&begun, joins);
                     pending.clone_from(&begun);
@@ -175,9 +183,11 @@ impl Incarnation<'_> {
         if !joins {
             updated.retain(|unit| !begun.contains(unit));
         }
+        self.calls.extend((update && begun.is_empty()).then(settle));
         self.uncommitted += 1;
         let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
         let late = !begun.is_empty() || self.rng.chance(self.setup.late_blobs);
+        let updated = self.with_copied(updated, commit);
         let ops = self.plan_ops(&updated, commit && !late, &program);
         let wait = self.setup.schedule == Schedule::Immediate;
         let blob = commit.then_some(self.step + 1);
@@ -233,9 +243,21 @@ impl Incarnation<'_> {
         self.calls.push_back(Call::Begin(begin, joins));
     }
 
+    /// Adds the external units to pending ones, if there is a commit.
+    fn with_copied(&self, mut pending: Vec<usize>, commit: bool) -> Vec<usize> {
+        let external = |unit: &usize| {
+            let first = self.job.units[*unit].start as usize;
+            commit && self.setup.external[first] && !pending.contains(unit)
+        };
+        let more: Vec<usize> = (0..self.job.units.len()).filter(external).collect();
+        pending.extend(more);
+        pending
+    }
+
     fn call_drain(&mut self) {
         let commit = self.uncommitted > 0;
-        let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
+        let pending = self.with_copied(self.pending.clone(), commit);
+        let ops = schedule::immediate(&pending, commit, &StepProgram::default());
         let blob = commit.then_some(self.step);
         self.calls
             .push_back(Call::Request(Request::Drain { ops }, blob));

@@ -22,6 +22,7 @@ pub(super) fn swapper_settings(
             elems: unit.elems as u64,
             tile_bytes: tile_bytes(format, format.master.grad_bytes()),
             trained: true,
+            external: false,
         })
         .collect();
     let offload = &settings.offload;

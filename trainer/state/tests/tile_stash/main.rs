@@ -46,6 +46,7 @@ fn open(dir: &TempDir) -> (PrivateDaemon, Swapper<()>) {
             state_tile_bytes: |elems| elems * 8,
         },
         trained: true,
+        external: false,
     };
     let scratch = ScratchSettings::for_tensors(&[PIECE_BYTES as u64; PIECES]).unwrap();
     assert!(scratch.tile_count > 2 * scratch.slot_count, "{scratch:?}");
