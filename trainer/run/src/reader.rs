@@ -87,6 +87,7 @@ fn settings(
     settings.model = record.model.clone();
     // Tiles pass through; none stay in memory.
     settings.placement.resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
+    settings.placement.gpu_resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
     if !in_dir && description.store.ends_with(STORE_IN_PLACE) {
         settings.offload.durability = Durability::None;
     }

@@ -494,7 +494,7 @@ pub struct Placement {
     pub nvme_paths: Vec<PathBuf>,
     /// Fraction of the tiles of tier nvme that stays in host memory.
     pub resident_fraction: ResidentFraction,
-    /// Fraction of the parameters of tier cpu whose tiles stay in GPU memory.
+    /// Fraction of the parameters of tiers cpu and nvme whose tiles stay in GPU memory.
     pub gpu_resident_fraction: ResidentFraction,
 }
 

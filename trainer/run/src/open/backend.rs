@@ -9,7 +9,7 @@ use super::RunError;
 use crate::config::{OptimizerDevice, OptimizerSettings};
 use crate::model::UnitLayout;
 use crate::plan::Plan;
-use training_state::backend::{Both, GpuBackend, TileBackend};
+use training_state::backend::{BesideGpu, Both, GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, TappedOptimizer};
 use training_state::plan::updaters::cpu_updaters;
 use training_state::update::{
@@ -81,7 +81,7 @@ impl PreparedRun {
         let backend = both.map(|gpu| in_gpu(gpu, groups.clone())).transpose()?;
         let opened = Swapper::open(
             plan.streamed(),
-            self.optimizers(plan, groups, checkpoint_tap)?,
+            self.optimizers(plan, groups, checkpoint_tap, backend.as_deref())?,
         );
         let (swapper, opened) = opened.map_err(|error| {
             let input_bytes = plan.swapper.scratch.bytes();
@@ -103,12 +103,13 @@ impl PreparedRun {
     }
 
     /// Makes the optimizers: on the CPU, on the GPU, or on both, where each tile goes to the one that
-    /// is idle.
+    /// is idle. They also copy tiles of `in_gpu` for commits.
     fn optimizers(
         &self,
         plan: &Plan,
         groups: ParamGroups,
         checkpoint_tap: &CheckpointTap,
+        in_gpu: Option<&GpuBackend>,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, RunError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
         let format = plan.format;
@@ -126,9 +127,12 @@ impl PreparedRun {
                     updater: TileUpdater::new(gpu, bytes)?,
                 };
                 let checkpoint_tap = checkpoint_tap.clone();
-                optimizers.push(Box::new(TappedOptimizer {
-                    optimizer,
-                    checkpoint_tap,
+                optimizers.push(Box::new(BesideGpu {
+                    optimizer: TappedOptimizer {
+                        optimizer,
+                        checkpoint_tap,
+                    },
+                    reader: in_gpu.map(GpuBackend::reader).transpose()?,
                 }));
             }
         }
@@ -138,9 +142,12 @@ impl PreparedRun {
             for _ in 0..count {
                 let optimizer = CpuUpdate(scalars.clone());
                 let checkpoint_tap = checkpoint_tap.clone();
-                optimizers.push(Box::new(TappedOptimizer {
-                    optimizer,
-                    checkpoint_tap,
+                optimizers.push(Box::new(BesideGpu {
+                    optimizer: TappedOptimizer {
+                        optimizer,
+                        checkpoint_tap,
+                    },
+                    reader: in_gpu.map(GpuBackend::reader).transpose()?,
                 }));
             }
         }

@@ -383,7 +383,7 @@ impl PreparedRun {
         }
         plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
         let checkpoint_tap = CheckpointTap::default();
-        let (backend, mut opened) = self.open_backend(&plan, &checkpoint_tap)?;
+        let (mut backend, mut opened) = self.open_backend(&plan, &checkpoint_tap)?;
         let pinned = match (&self.gpu, &opened.arena) {
             (Some(gpu), Some(arena)) => {
                 let keep = Box::new(arena.clone());
@@ -393,6 +393,9 @@ impl PreparedRun {
         };
         let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
         let committed = opened.resumed.take();
+        if committed.is_some() {
+            backend.load()?;
+        }
         let run = OpenRun {
             backend,
             _pinned: pinned,

@@ -2,10 +2,14 @@
 //! depends on.
 
 use offload_support::units::ApproxBytes;
-use swapper::{ScratchSettings, Staging, StepRates, SwapperError};
+use swapper::{ScratchSettings, Staging, StepRates, SwapperError, SwapperSettings};
 
 use super::figures::Seconds;
-use super::{FigureSource, GpuHardware, Hardware, InputsIn, Plan, PlanError, Problem, ProblemKind};
+use super::tiles::swapper_settings;
+use super::{
+    FigureSource, GpuHardware, Hardware, InputsIn, Plan, PlanError, Problem, ProblemKind,
+    STAGING_LEAST,
+};
 use crate::computation::{
     ActivationCheckpointing, AttentionKernel, Checkpointing, can_keep, cudnn_refusal,
 };
@@ -31,6 +35,14 @@ const SHARD: &str = "offload.shard";
 
 /// Key of the place of block inputs.
 const ACTIVATIONS: &str = "offload.activations";
+
+/// Keys of what [`Plan::choose_tiles_in_host`] chooses.
+const HOST_CHOICES: [&str; 4] = [
+    "offload.gradients",
+    "offload.resident_fraction",
+    "offload.commit_every",
+    "offload.staging_bytes",
+];
 
 /// Key of the micro-batches that are processed together.
 const GROUP: &str = "train.micro_batch_group";
@@ -215,6 +227,34 @@ impl Plan {
         self.refresh(settings)?;
         self.choose_update(settings);
         self.choose_activations(settings)?;
+        self.choose_tiles_in_host(settings, staging)?;
+        self.refresh(settings)?;
+        self.choose_update(settings);
+        self.choose_checkpointing(settings);
+        // What is kept need not be computed again.
+        self.set_rates(settings);
+        self.choose_gpu_units(settings, staging)
+    }
+
+    /// Chooses what stays in host memory and what passes through it, and the interval of commits. A second call chooses all of that again.
+    pub(super) fn choose_tiles_in_host(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<(), PlanError> {
+        let start = swapper_settings(settings, &self.units, self.format);
+        self.swapper = SwapperSettings {
+            param_fraction: start.param_fraction,
+            state_fraction: start.state_fraction,
+            grad_fraction: start.grad_fraction,
+            commit_every: start.commit_every,
+            staging: STAGING_LEAST,
+            ..self.swapper.clone()
+        };
+        for key in HOST_CHOICES {
+            self.choices.retain(|choice| choice.key != key);
+        }
+        self.refresh(settings)?;
         self.choose_gradients(settings)?;
         self.choose_residents(settings)?;
         self.choose_commits(settings)?;
@@ -222,12 +262,7 @@ impl Plan {
             Some(_) => self.swapper.staging = staging,
             None => self.choose_staging(settings)?,
         }
-        self.refresh(settings)?;
-        self.choose_update(settings);
-        self.choose_checkpointing(settings);
-        // What is kept need not be computed again.
-        self.set_rates(settings);
-        self.choose_gpu_units(settings)
+        Ok(())
     }
 
     /// Host memory that choices may give to this process: its part of the node's memory.
@@ -471,7 +506,7 @@ impl Plan {
             None => self.staging_wanted(settings).min(left_bytes / 2),
         };
         let grads = Tiles {
-            count: u64::from(self.memory.range_count),
+            count: self.ranges_on_host(),
             slot_bytes: self.memory.grad_slot_bytes,
         };
         let [stay, _] =
@@ -504,7 +539,7 @@ impl Plan {
             Some(bytes) => bytes,
             None => self.staging_wanted(settings),
         };
-        let ranges = u64::from(self.memory.range_count);
+        let ranges = self.ranges_on_host();
         let tiles = |tier: Tier, slot_bytes: u64| match tier {
             Tier::Nvme => Tiles {
                 count: ranges,
@@ -519,7 +554,7 @@ impl Plan {
         ];
         let [params, states] = choose::resident_counts(kinds, left_bytes, staging_bytes);
         let fraction = |tier: Tier, count: u64| match tier {
-            Tier::Nvme => count as f64 / ranges as f64,
+            Tier::Nvme => count as f64 / ranges.max(1) as f64,
             Tier::None | Tier::Cpu => Fraction::ALL.get(),
         };
         self.swapper.param_fraction = fraction(placement.param, params);
@@ -544,7 +579,8 @@ impl Plan {
         self.swapper.commit_every = 0;
         self.refresh(settings)?;
         let ranks = self.swapper.local().len() as u64;
-        let resident_bytes = self.memory.resident_bytes() * ranks;
+        let in_gpu_bytes = self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes;
+        let resident_bytes = (self.memory.resident_bytes() + in_gpu_bytes) * ranks;
         let every = choose::commit_every(
             self.swapper.schedule,
             &self.node_bytes,

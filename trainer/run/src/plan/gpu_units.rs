@@ -1,14 +1,21 @@
-//! Chooses which units' tiles stay in GPU memory while those of the others are in host memory.
+//! Chooses which units' tiles stay in GPU memory while those of the others are in host memory or on drives.
 //!
 //! ```text
 //!   GPU    | embedding |         | block 2 |         | block 4 | ... | head |     computed with and updated in place
 //!   host               | block 1 |         | block 3 |         ...              gathered, scattered, updated by the swapper
 //! ```
 //!
+//! With state on drives, the store has the tiles of all units. Those in GPU memory are read at the start and written by commits alone:
+//!
+//! ```text
+//!   GPU    | embedding |         | block 2 |         | block 4 | ... | head |     a step reads and writes none of them
+//!   drives | embedding | block 1 | block 2 | block 3 | block 4 | ... | head |     every commit has all
+//! ```
+//!
 //! Units stay whole, and evenly spaced ones stay, so that the copies of one block have the time of the others.
 
 use offload_support::units::ApproxBytes;
-use swapper::{SwapperSettings, shard_of};
+use swapper::{Backing, Staging, SwapperSettings, shard_of};
 
 use super::choices::most_of;
 use super::figures::Seconds;
@@ -24,20 +31,37 @@ const KEY: &str = "offload.gpu_resident_fraction";
 const ALL_S_MAX: f64 = 1.001;
 
 impl Plan {
-    /// Whether all tiles are in the memory of the GPU that computes: both devices are `none`, or all fits there. Otherwise, or without
-    /// a GPU, `none` means host memory.
+    /// Whether all tiles are in the memory of the GPU that computes, and nowhere else: both devices are `none`, or without a store all fits there.
+    /// Otherwise, or without a GPU, `none` means host memory.
     pub fn lives_in_gpu(&self) -> bool {
-        self.in_gpu.iter().all(|&in_gpu| in_gpu)
+        self.in_gpu.iter().all(|&in_gpu| in_gpu) && !self.has_store()
     }
 
-    /// Settings of the swapper for the units whose tiles are not in GPU memory; the others are empty there.
+    /// Settings of the swapper. Without a store, the units whose tiles are in GPU memory are empty there.
     pub fn streamed(&self) -> SwapperSettings {
-        self.divided(false)
+        match self.has_store() {
+            true => self.with_external(),
+            false => self.divided(false),
+        }
+    }
+
+    /// Settings of the swapper, which has the tiles of all units in a store.
+    fn with_external(&self) -> SwapperSettings {
+        let mut all = self.swapper.clone();
+        for (unit, &in_gpu) in all.units.iter_mut().zip(&self.in_gpu) {
+            unit.external = in_gpu;
+        }
+        all
     }
 
     /// Settings that cut only the units whose tiles are in GPU memory into tiles.
     pub fn kept_in_gpu(&self) -> SwapperSettings {
-        self.divided(true)
+        let mut kept = self.divided(true);
+        kept.backing = Backing::Memory;
+        for unit in &mut kept.units {
+            unit.external = false;
+        }
+        kept
     }
 
     fn divided(&self, in_gpu: bool) -> SwapperSettings {
@@ -63,11 +87,28 @@ impl Plan {
         if self.lives_in_gpu() {
             return self.tile_sums();
         }
+        self.sums_of(self.gpu_ranges())
+    }
+
+    /// Tiles of each kind in GPU memory.
+    fn gpu_ranges(&self) -> u64 {
         let units = 0..self.units.len();
-        let ranges = units
-            .filter(|&unit| self.in_gpu[unit])
-            .map(|unit| self.ranges_of(unit));
-        self.sums_of(ranges.sum())
+        let in_gpu = units.filter(|&unit| self.in_gpu[unit]);
+        in_gpu.map(|unit| self.ranges_of(unit)).sum()
+    }
+
+    /// Tiles of each kind that can stay in host memory: those that are not in GPU memory, of a run with a store.
+    pub(super) fn ranges_on_host(&self) -> u64 {
+        u64::from(self.memory.range_count) - self.gpu_ranges()
+    }
+
+    /// Bytes that commits write of tiles in GPU memory, of each step.
+    pub(super) fn committed_from_gpu(&self) -> u64 {
+        let bytes = self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes;
+        match self.has_store() {
+            true => (bytes.checked_div(self.swapper.commit_every)).unwrap_or(0),
+            false => 0,
+        }
     }
 
     /// Tiles of each kind that the first rank has of a unit, which has the most.
@@ -88,7 +129,11 @@ impl Plan {
 
     /// Keeps the tiles of some units in GPU memory: as large a part of the parameters as is asked for, or the part with which a step
     /// is the shortest.
-    pub(super) fn choose_gpu_units(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+    pub(super) fn choose_gpu_units(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<(), PlanError> {
         let Some(gpu) = self.hardware.gpu.clone().filter(|_| !self.lives_in_gpu()) else {
             return Ok(());
         };
@@ -104,7 +149,7 @@ impl Plan {
             let most = fraction * elems_of(&self.units);
             // The nearest number of blocks; rounding must not lose the last one.
             let in_gpu = fill(self.units.len(), most + elems(1) / 2.0, elems);
-            self.keep_in_gpu(settings, in_gpu)?;
+            self.keep_in_gpu(settings, staging, in_gpu)?;
             self.fit_beside_tiles(settings)?;
             return Ok(());
         }
@@ -124,10 +169,12 @@ impl Plan {
             let left_bytes = most_of(&gpu).saturating_sub(part.gpu_bytes());
             let bytes = |unit: usize| part.unit_bytes(unit) as f64;
             let in_gpu = fill(part.units.len(), left_bytes as f64, bytes);
-            if in_gpu.iter().all(|&in_gpu| in_gpu) || !in_gpu.contains(&true) {
+            // Without a store, all of them are another place.
+            let has_all = !in_gpu.contains(&false) && !part.has_store();
+            if has_all || !in_gpu.contains(&true) {
                 continue;
             }
-            part.keep_in_gpu(settings, in_gpu)?;
+            part.keep_in_gpu(settings, staging, in_gpu)?;
             if part.is_better(self, settings) {
                 *self = part;
             }
@@ -136,9 +183,9 @@ impl Plan {
             settings.offload.optimizer_device,
             OptimizerDevice::Cpu | OptimizerDevice::Shared
         );
-        if !updates_elsewhere {
+        if !updates_elsewhere && !self.has_store() {
             let mut all = host.clone();
-            all.keep_in_gpu(settings, vec![true; all.units.len()])?;
+            all.keep_in_gpu(settings, staging, vec![true; all.units.len()])?;
             all.fit_beside_tiles(settings)?;
             let fits = all.gpu_bytes() <= most_of(&gpu);
             if fits && all.judged_s(settings) <= self.judged_s(settings) * ALL_S_MAX {
@@ -150,8 +197,18 @@ impl Plan {
     }
 
     /// Keeps the tiles of these units in GPU memory.
-    fn keep_in_gpu(&mut self, settings: &RunSettings, in_gpu: Vec<bool>) -> Result<(), PlanError> {
+    fn keep_in_gpu(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+        in_gpu: Vec<bool>,
+    ) -> Result<(), PlanError> {
         self.in_gpu = in_gpu;
+        if self.has_store() {
+            // The other tiles have the host memory to themselves.
+            self.swapper = self.with_external();
+            self.choose_tiles_in_host(settings, staging)?;
+        }
         self.refresh(settings)?;
         self.choose_update(settings);
         Ok(())
@@ -172,8 +229,12 @@ impl Plan {
         } else if self.lives_in_gpu() {
             "GPU memory has room for everything, and no tile crosses the bus".to_owned()
         } else {
+            let others = match self.has_store() {
+                true => "with none of them there",
+                false => "with all tiles in host memory",
+            };
             format!(
-                "{} of tiles fit in GPU memory; a step takes {} from the rates of kernels, and {} with all tiles in host memory",
+                "{} of tiles fit in GPU memory; a step takes {} from the rates of kernels, and {} {others}",
                 ApproxBytes(self.gpu_tiles.sum_bytes()),
                 Seconds(mine_s),
                 Seconds(host_s)

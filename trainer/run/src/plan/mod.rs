@@ -97,7 +97,7 @@ pub struct Plan {
     may_choose_drives: bool,
     /// Bytes of the input of a block for one micro-batch.
     pub input_bytes: u64,
-    /// Whether each unit's tiles are in the memory of the GPU that computes.
+    /// Whether each unit's tiles are in the memory of the GPU that computes. With a store, which has all tiles, these are the newest ones.
     pub in_gpu: Vec<bool>,
     /// Tiles in GPU memory.
     pub gpu_tiles: TileSums,
@@ -266,7 +266,7 @@ impl Plan {
             Some(_) => 0,
             None => self.compute.sum_bytes(),
         };
-        let compute = if self.in_gpu.contains(&true) {
+        let compute = if self.in_gpu.contains(&true) && !self.has_store() {
             GPU_STAGING_BYTES as u64
         } else {
             compute
@@ -290,13 +290,26 @@ impl Plan {
 
     /// Host memory of tiles that stay there.
     pub fn host_resident_bytes(&self) -> u64 {
-        let on_gpu = self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes;
-        self.memory.resident_bytes() - on_gpu
+        let elsewhere = self.tiles_elsewhere();
+        self.memory.resident_bytes() - elsewhere.param_bytes - elsewhere.state_bytes
     }
 
     /// Host memory of gradients.
     pub fn host_grad_bytes(&self) -> u64 {
-        self.memory.grad_bytes() - self.gpu_tiles.grad_bytes
+        self.memory.grad_bytes() - self.tiles_elsewhere().grad_bytes
+    }
+
+    /// Tiles in GPU memory that the memory of the swapper counts, which without a store knows nothing of them.
+    fn tiles_elsewhere(&self) -> TileSums {
+        match self.has_store() {
+            true => TileSums::default(),
+            false => self.gpu_tiles,
+        }
+    }
+
+    /// Whether any state is on devices.
+    pub(crate) fn has_store(&self) -> bool {
+        matches!(self.swapper.backing, Backing::Store(_))
     }
 
     /// GPU memory of this process; 0 without a GPU.

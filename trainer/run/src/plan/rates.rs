@@ -166,7 +166,8 @@ impl Plan {
             };
             self.bus = BusBytes::new(&tiles, self.gathers(), share, away_bytes)
                 .with_copy(self.copy_bytes)
-                .with_gathers(again_bytes);
+                .with_gathers(again_bytes)
+                .with_commits(self.committed_from_gpu());
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = both_s;
         }

@@ -78,6 +78,13 @@ impl Plan {
                 [] => state += " with the daemon of offload.socket",
                 dirs => state += &format!(" in {}", dirs.join(", ")),
             }
+            if self.in_gpu.contains(&true) {
+                state += &format!(
+                    "; {:.2} of it in GPU memory, of which every commit writes {}",
+                    self.gpu_fraction(),
+                    ApproxBytes(self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes)
+                );
+            }
         }
         let mut memory = format!("memory    host {}", ApproxBytes(self.host_bytes()));
         if let Some(bytes) = self.hardware.host_memory_bytes {

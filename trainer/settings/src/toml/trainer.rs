@@ -410,8 +410,9 @@ keys! {
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
-        /// Fraction of the parameters whose tiles stay in GPU memory although their device is "cpu", in whole units, or "auto"
-        /// for as much as fits where that shortens the step. Each of several ranks keeps its part of them. The choice does not change results.
+        /// Fraction of the parameters whose tiles stay in GPU memory although a device is "cpu" or "nvme", in whole units, or "auto"
+        /// for as much as fits where that shortens the step. Each of several ranks keeps its part of them. With a device "nvme", commits write
+        /// them to the drives, too: offload.commit_every says how often. The choice does not change results.
         #[default("\"auto\"")]
         #[example("0.5")]
         pub gpu_resident_fraction: Option<FractionOrAuto>,

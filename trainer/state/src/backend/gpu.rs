@@ -9,15 +9,21 @@
 //! An update processes a whole unit: it launches one kernel for each change of the parameter group, not one for
 //! each tile. Initial contents and reads pass through the host as tiles, with the same bytes as in other backends.
 //!
+//! With state on drives, each of these tiles has its place in the store too: a commit copies what it lacks ([`GpuReader`]) on a stream of its own, beside
+//! computing, and the next update waits for that.
+//!
 //! In 16 bits a parameter takes 14 bytes, and its update moves 26 bytes: 10 and 18 with moments in bf16,
 //! 8 and 14 if the masters are bf16 too.
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kernels::adamw::{Hyper, Master, TileFormat, state_planes, state_tile_bytes};
-use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
+use kernels::gpu::{DeviceBuffer, Event, Gpu, GpuError, Stream, TileAt};
 use offload_support::aligned::AlignedBytes;
-use swapper::{Kind, Layout, SwapperError, TileRange, TileVisitor, UninitTile};
+use swapper::{
+    Kind, Layout, Optimizer, SwapperError, TileRange, TileUpdate, TileVisitor, UninitTile,
+};
 
 use crate::update::ParamGroups;
 
@@ -41,7 +47,54 @@ pub struct GpuBackend {
     layout: Layout,
     format: TileFormat,
     groups: ParamGroups,
-    units: Vec<UnitTiles>,
+    units: Arc<Vec<UnitTiles>>,
+    /// Reached when the newest update has run.
+    updated: Arc<Mutex<Option<Event>>>,
+}
+
+/// Copies tiles out of a GPU's memory on a stream of its own, for one thread.
+pub struct GpuReader {
+    gpu: Gpu,
+    stream: Stream,
+    format: TileFormat,
+    units: Arc<Vec<UnitTiles>>,
+    updated: Arc<Mutex<Option<Event>>>,
+}
+
+impl GpuReader {
+    /// Copies the tiles of `tile.range` as the newest update leaves them.
+    fn read(&self, tile: UninitTile<'_>) -> Result<(), GpuError> {
+        {
+            let updated = self.updated.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(event) = &*updated {
+                self.stream.wait(event)?;
+            }
+        }
+        let unit = &self.units[tile.range.unit];
+        unit.read((&self.gpu, &self.stream), self.format, tile)
+    }
+}
+
+/// An optimizer of the other units, whose thread also copies what commits lack of the units in a GPU's memory.
+pub struct BesideGpu<O> {
+    pub optimizer: O,
+    /// `None` if no unit is there.
+    pub reader: Option<GpuReader>,
+}
+
+impl<S, O: Optimizer<S>> Optimizer<S> for BesideGpu<O> {
+    fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
+        self.optimizer.update(tile, step);
+    }
+
+    fn copy(&mut self, tile: UninitTile<'_>) {
+        let reader = self.reader.as_ref();
+        let reader = reader.expect("units in GPU memory have a reader");
+        // A commit without the tile must not end, so the run cannot continue. The swapper names the tile.
+        if let Err(error) = reader.read(tile) {
+            panic!("{error}");
+        }
+    }
 }
 
 impl GpuBackend {
@@ -76,7 +129,22 @@ impl GpuBackend {
             layout,
             format,
             groups,
-            units,
+            units: Arc::new(units),
+            updated: Arc::default(),
+        })
+    }
+
+    /// Returns what copies tiles for commits.
+    ///
+    /// # Errors
+    /// A stream cannot be made.
+    pub fn reader(&self) -> Result<GpuReader, GpuError> {
+        Ok(GpuReader {
+            gpu: self.gpu.clone(),
+            stream: self.gpu.stream()?,
+            format: self.format,
+            units: self.units.clone(),
+            updated: self.updated.clone(),
         })
     }
 
@@ -104,18 +172,28 @@ impl GpuBackend {
                 .collect();
             fill(&mut blanks)?;
             for blank in &blanks {
-                let unit = &self.units[blank.range.unit];
-                let params = [(
-                    unit.param_at(self.format.master, blank.range),
-                    &*blank.param,
-                )];
-                self.gpu.upload(&self.stream, &unit.param, &params)?;
-                let places = unit.state_at(self.format, blank.range);
-                let states = places.map(|(at, bytes)| (at, &blank.state[bytes]));
-                self.gpu.upload(&self.stream, &unit.state, &states)?;
+                self.write(blank.range, blank.param, blank.state)?;
             }
         }
         Ok(())
+    }
+
+    /// Gives the tiles of `range` this content, if they are here.
+    pub(super) fn write(
+        &self,
+        range: &TileRange,
+        param: &[u8],
+        state: &[u8],
+    ) -> Result<(), GpuError> {
+        if !self.has(range.unit) {
+            return Ok(());
+        }
+        let unit = &self.units[range.unit];
+        let params = [(unit.param_at(self.format.master, range), param)];
+        self.gpu.upload(&self.stream, &unit.param, &params)?;
+        let places = unit.state_at(self.format, range);
+        let states = places.map(|(at, bytes)| (at, &state[bytes]));
+        self.gpu.upload(&self.stream, &unit.state, &states)
     }
 
     /// Updates every unit with the gradients in its buffer. The host does not wait.
@@ -141,6 +219,8 @@ impl GpuBackend {
                 kernels.adamw_range(&self.stream, &hyper, tile, part)?;
             }
         }
+        let mut updated = self.updated.lock().unwrap_or_else(PoisonError::into_inner);
+        *updated = Some(self.stream.record()?);
         Ok(())
     }
 
@@ -170,15 +250,12 @@ impl GpuBackend {
             let [param_bytes, state_bytes] = self.content_bytes(number as u32);
             let param = &mut param.as_mut_slice()[..param_bytes];
             let state = &mut state.as_mut_slice()[..state_bytes];
-            let param_at = unit.param_at(self.format.master, range);
-            self.gpu
-                .download(&self.stream, &unit.param, &mut [(param_at, param)])?;
-            // The padding of planes is zero in every tile.
-            state.fill(0);
-            for (at, bytes) in unit.state_at(self.format, range) {
-                self.gpu
-                    .download(&self.stream, &unit.state, &mut [(at, &mut state[bytes])])?;
-            }
+            let tile = UninitTile {
+                range,
+                param: &mut *param,
+                state: &mut *state,
+            };
+            unit.read((&self.gpu, &self.stream), self.format, tile)?;
             see(range, param, state);
         }
         Ok(())
@@ -210,6 +287,28 @@ impl GpuBackend {
 }
 
 impl UnitTiles {
+    /// Copies the tiles of `tile.range` to it.
+    fn read(
+        &self,
+        (gpu, stream): (&Gpu, &Stream),
+        format: TileFormat,
+        tile: UninitTile<'_>,
+    ) -> Result<(), GpuError> {
+        let UninitTile {
+            range,
+            param,
+            state,
+        } = tile;
+        let param_at = self.param_at(format.master, range);
+        gpu.download(stream, &self.param, &mut [(param_at, param)])?;
+        // The padding of planes is zero in every tile.
+        state.fill(0);
+        for (at, bytes) in self.state_at(format, range) {
+            gpu.download(stream, &self.state, &mut [(at, &mut state[bytes])])?;
+        }
+        Ok(())
+    }
+
     fn elem_at(&self, range: &TileRange) -> usize {
         (range.elems.start - self.elems.start) as usize
     }

@@ -10,7 +10,7 @@ use swapper::{
     Canceller, Scratch, Spans, StepIo, StepProgram, Swapper, SwapperError, TileVisitor, UninitTile,
 };
 
-pub use gpu::{GPU_STAGING_BYTES, GpuBackend};
+pub use gpu::{BesideGpu, GPU_STAGING_BYTES, GpuBackend, GpuReader};
 
 /// Error of accessing tiles.
 #[derive(Debug, thiserror::Error)]
@@ -28,17 +28,35 @@ pub enum TileBackend<S = (), G = ()> {
     Swapper(Box<Swapper<Hyper>>, S),
     /// In a GPU's memory.
     Gpu(Box<GpuBackend>, G),
-    /// Those of some units in host memory, those of the others in a GPU's memory.
+    /// Those of some units in host memory or on devices, those of the others in a GPU's memory.
     Both(Both, S, G),
 }
 
-/// Tiles in two places: each unit is empty in one of them.
+/// Tiles in two places. Without a store, each unit is empty in one of them. With a store the swapper has all units, and those in the GPU's memory are
+/// external there: the GPU has their newest content, and commits copy it.
 pub struct Both {
     pub swapper: Box<Swapper<Hyper>>,
     pub backend: Box<GpuBackend>,
 }
 
 impl Both {
+    /// Whether commits contain what is in the GPU's memory.
+    fn commits_all(&self) -> bool {
+        !self.swapper.external_units().is_empty()
+    }
+
+    /// Reads the store's content of units that are in the GPU's memory.
+    fn load(&mut self) -> Result<(), BackendError> {
+        let Self { swapper, backend } = self;
+        let mut loaded = Ok(());
+        swapper.visit_units(&swapper.external_units(), &mut |range, param, state| {
+            if loaded.is_ok() {
+                loaded = backend.write(range, param, state);
+            }
+        })?;
+        Ok(loaded?)
+    }
+
     /// Sees the tiles of both in the order of units.
     fn visit(&mut self, see: &mut TileVisitor) -> Result<(), BackendError> {
         let Self { swapper, backend } = self;
@@ -69,10 +87,32 @@ impl<S, G> TileBackend<S, G> {
         match self {
             Self::Swapper(swapper, _) => swapper.initialize(fill, blob),
             Self::Gpu(backend, _) => backend.initialize(fill),
+            Self::Both(both, ..) if both.commits_all() => {
+                let Both { swapper, backend } = both;
+                let fill_both = |tiles: &mut [UninitTile<'_>]| {
+                    fill(tiles)?;
+                    for tile in tiles {
+                        backend.write(tile.range, tile.param, tile.state)?;
+                    }
+                    Ok(())
+                };
+                swapper.initialize(fill_both, blob)
+            }
             Self::Both(both, ..) => {
                 both.backend.initialize(&mut fill)?;
                 both.swapper.initialize(fill, blob)
             }
+        }
+    }
+
+    /// Reads what the store has of units whose tiles are in a GPU's memory: after a resumption.
+    ///
+    /// # Errors
+    /// The backend fails; a tile is damaged.
+    pub fn load(&mut self) -> Result<(), BackendError> {
+        match self {
+            Self::Both(both, ..) => both.load(),
+            Self::Swapper(..) | Self::Gpu(..) => Ok(()),
         }
     }
 
@@ -99,6 +139,10 @@ impl<S, G> TileBackend<S, G> {
         hyper: Option<Hyper>,
         blob: Vec<u8>,
     ) -> Result<StepIo, BackendError> {
+        if let (Self::Both(both, ..), Some(_)) = (&mut *self, &hyper) {
+            // The last commit still copies what this update changes.
+            both.swapper.settle_updates()?;
+        }
         if let (Some(backend), Some(hyper)) = (self.gpu(), &hyper) {
             backend.update(hyper)?;
         }

@@ -42,6 +42,14 @@ impl BusBytes {
         }
     }
 
+    /// Adds `bytes` that commits copy from the GPU.
+    pub fn with_commits(self, bytes: u64) -> Self {
+        Self {
+            down_bytes: self.down_bytes + bytes,
+            ..self
+        }
+    }
+
     /// Seconds at `bytes_per_s` in each direction.
     pub fn s(&self, bytes_per_s: f64) -> f64 {
         self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s

@@ -177,7 +177,8 @@ fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() 
                 ("none", tier("none")),
                 ("cpu", [tier("cpu"), in_gpu("0")].concat()),
                 ("part", [tier("cpu"), in_gpu("0.5")].concat()),
-                ("nvme", harness.nvme()),
+                ("nvme", [harness.nvme(), in_gpu("0")].concat()),
+                ("nvme-part", [harness.nvme(), in_gpu("0.5")].concat()),
             ] {
                 for keep in ["full", "attention", "matmuls"] {
                     for away in [false, true] {

@@ -79,14 +79,14 @@ pub(super) fn placement(
             "everything is in host memory already: leave it out, or set a device to \"nvme\"",
         ));
     }
-    let in_memory = !has_store && (param, optimizer) != (Tier::None, Tier::None);
+    let is_offloaded = (param, optimizer) != (Tier::None, Tier::None);
     Ok(Placement {
         stage,
         param,
         optimizer,
         nvme_paths,
         resident_fraction: resident_fraction(offload)?,
-        gpu_resident_fraction: gpu_resident_fraction(offload, in_memory)?,
+        gpu_resident_fraction: gpu_resident_fraction(offload, is_offloaded)?,
     })
 }
 
@@ -133,20 +133,20 @@ fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, Settings
     }))
 }
 
-/// The default is "auto" for state in host memory (`in_memory`), and 0 for others.
+/// The default is "auto" for state in host memory or on drives (`is_offloaded`), and 0 for others.
 fn gpu_resident_fraction(
     offload: &OffloadToml,
-    in_memory: bool,
+    is_offloaded: bool,
 ) -> Result<ResidentFraction, SettingsError> {
     const KEY: &str = "offload.gpu_resident_fraction";
     let given = given_fraction(KEY, &offload.gpu_resident_fraction)?;
-    if in_memory {
+    if is_offloaded {
         return Ok(given.unwrap_or(ResidentFraction::Auto));
     }
     match given {
         Some(ResidentFraction::Fixed(fraction)) if fraction != Fraction::NONE => Err(value(
             KEY,
-            "only state with device \"cpu\" can stay in GPU memory in part; with both devices \"none\" all of it is there: leave it out",
+            "with both devices \"none\" all of the state is in GPU memory: leave it out, or set a device to \"cpu\" or \"nvme\"",
         )),
         _ => Ok(ResidentFraction::Fixed(Fraction::NONE)),
     }

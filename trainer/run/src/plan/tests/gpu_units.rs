@@ -120,25 +120,119 @@ fn a_run_that_fits_only_in_both_is_planned_there() {
 
 #[test]
 fn a_fraction_without_effect_is_refused() {
-    let refused = |param: &str| {
-        let path = json!(["/nvme0"]);
-        let device = match param {
-            "nvme" => json!({"device": "nvme", "nvme_path": path}),
-            other => json!({"device": other}),
-        };
-        let tree = json!({
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_optimization": {"offload_param": device, "offload_optimizer": device},
-            "model": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
-                "num_hidden_layers": 2, "num_attention_heads": 2},
-            "data": {"files": ["text"]},
-            "train": {"steps": 1, "seq_len": 64, "run_dir": "/nonexistent/run"},
-            "offload": {"gpu_resident_fraction": 0.5},
-        });
-        check(tree, "test", None).unwrap_err().to_string()
+    let tree = json!({
+        "train_micro_batch_size_per_gpu": 8,
+        "model": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 64,
+            "num_hidden_layers": 2, "num_attention_heads": 2},
+        "data": {"files": ["text"]},
+        "train": {"steps": 1, "seq_len": 64, "run_dir": "/nonexistent/run"},
+        "offload": {"gpu_resident_fraction": 0.5},
+    });
+    let refused = check(tree, "test", None).unwrap_err().to_string();
+    assert!(
+        refused.contains("all of the state is in GPU memory"),
+        "{refused}"
+    );
+}
+
+/// The plan with all state on drives, on a GPU with `memory_gib`.
+fn on_drives(changes: &[(&str, Value)], memory_gib: u64) -> (RunSettings, Plan) {
+    let settings = large("nvme", "nvme", changes);
+    let mut hardware = known_h200(&settings, None);
+    hardware.gpu.as_mut().expect("a GPU").memory_bytes = memory_gib * GIB;
+    let plan = Plan::new(&settings, hardware).expect("a plan");
+    (settings, plan)
+}
+
+#[test]
+fn what_stays_in_gpu_memory_is_neither_read_nor_written_but_by_commits() {
+    let every = ("offload.commit_every", json!(40));
+    let [none, half, all] = [0.0, 0.5, 1.0].map(|fraction| {
+        let (_, plan) = on_drives(&[(FRACTION, json!(fraction)), every.clone()], 139);
+        plan.check().unwrap();
+        assert!(!plan.lives_in_gpu(), "the store has all");
+        plan
+    });
+    let fraction = half.gpu_fraction();
+    assert!((0.45..0.55).contains(&fraction), "{fraction}");
+    for (plan, streamed) in [(&half, 1.0 - fraction), (&all, 0.0)] {
+        let near = |found: f64, wanted: f64| (found - wanted).abs() <= 0.02 * wanted + 1e6;
+        let [read, written] = [
+            (plan.node_bytes.read_bytes(), none.node_bytes.read_bytes()),
+            (plan.node_bytes.written_bytes, none.node_bytes.written_bytes),
+        ];
+        assert!(near(read.0, read.1 * streamed), "{read:?}");
+        let committed = (1.0 - streamed) / 40.0;
+        assert!(
+            near(written.0, written.1 * (streamed + committed)),
+            "{written:?}"
+        );
+        assert_eq!(
+            plan.device_bytes(),
+            none.device_bytes(),
+            "the store has all"
+        );
+        assert!(plan.host_bytes() < none.host_bytes(), "gradients");
+        assert!(plan.gpu_bytes() > none.gpu_bytes());
+        assert!(plan.outlook().written_bytes_per_day > 0.0);
+        let text = plan.overview(&large("nvme", "nvme", &[])).remove(0);
+        assert!(
+            text.contains("in GPU memory, of which every commit writes"),
+            "{text}"
+        );
+    }
+    // The state of each unit is in one place of memory.
+    assert_eq!(all.memory.resident_bytes() + all.memory.grad_bytes(), 0);
+}
+
+#[test]
+fn commits_are_as_rare_as_what_they_write_asks_for() {
+    let (_, none) = on_drives(&[(FRACTION, json!(0))], 139);
+    let (_, all) = on_drives(&[(FRACTION, json!("auto"))], 139);
+    assert_eq!(none.swapper.commit_every, 1);
+    assert_eq!(all.gpu_fraction(), 1.0, "all fits");
+    let every = all.swapper.commit_every as f64;
+    let commit_s = all.gpu_tiles.sum_bytes() as f64 / all.rates.write_bytes_per_s;
+    assert!(every > 1.0 && all.bound.s < none.bound.s);
+    assert!(
+        commit_s / every <= 0.06 * all.compute_s(),
+        "{commit_s} s every {every} steps"
+    );
+    let choice = all.choices().iter().find(|choice| choice.key == FRACTION);
+    assert!(choice.unwrap().why.contains("with none of them there"));
+}
+
+#[test]
+fn a_part_stays_where_a_step_is_shorter_though_every_step_is_committed() {
+    let every = ("offload.commit_every", json!(1));
+    let (settings, part) = on_drives(&[(FRACTION, json!("auto")), every.clone()], 30);
+    let (_, none) = on_drives(&[(FRACTION, json!(0)), every], 30);
+    // All is written all the same: where writes limit a step, it is not shorter, and nothing stays.
+    assert_eq!(part.node_bytes.written_bytes, none.node_bytes.written_bytes);
+    let gain = part.judged_s(&settings) / none.judged_s(&settings);
+    assert_eq!(part.in_gpu.contains(&true), gain < 0.98, "{gain}");
+    let (_, rare) = on_drives(&[(FRACTION, json!("auto"))], 16);
+    let fraction = rare.gpu_fraction();
+    assert!((0.1..0.9).contains(&fraction), "{fraction}");
+    assert!(rare.gpu_bytes() <= 16 * GIB && rare.bound.s < none.bound.s);
+}
+
+#[test]
+fn host_memory_goes_to_the_tiles_that_are_not_in_gpu_memory() {
+    let of = |fraction: f64| {
+        let budget = ("offload.host_memory_bytes", json!(12u64 << 30));
+        let auto = ("offload.resident_fraction", json!("auto"));
+        let (_, plan) = on_drives(&[(FRACTION, json!(fraction)), budget, auto], 139);
+        plan.check().unwrap();
+        plan
     };
-    assert!(refused("nvme").contains("only state with device \"cpu\""));
-    assert!(refused("none").contains("all of it is there"));
+    let [none, half] = [0.0, 0.5].map(of);
+    let kept = |plan: &Plan| plan.memory.resident_bytes();
+    assert!(kept(&half) > 0 && half.host_bytes() <= 12 << 30);
+    // The fraction is of fewer tiles.
+    assert!(half.swapper.param_fraction >= none.swapper.param_fraction);
+    assert!(half.swapper.state_fraction > none.swapper.state_fraction);
+    assert!(half.node_bytes.read_bytes() < 0.6 * none.node_bytes.read_bytes());
 }
 
 #[test]
