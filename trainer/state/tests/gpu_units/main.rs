@@ -53,12 +53,12 @@ impl Gate {
 }
 
 /// Copies tiles only where a gate is open.
-struct Gated<O> {
+struct GatedOptimizer<O> {
     optimizer: O,
     gate: Arc<Gate>,
 }
 
-impl<S, O: Optimizer<S>> Optimizer<S> for Gated<O> {
+impl<S, O: Optimizer<S>> Optimizer<S> for GatedOptimizer<O> {
     fn update(&mut self, tile: TileUpdate<'_>, step: &S) {
         self.optimizer.update(tile, step);
     }
@@ -146,7 +146,7 @@ fn open(
             reader: backend.as_ref().map(|backend| backend.reader().unwrap()),
         };
         let gate = gate.clone();
-        Box::new(Gated { optimizer, gate }) as Box<dyn Optimizer<Hyper>>
+        Box::new(GatedOptimizer { optimizer, gate }) as Box<dyn Optimizer<Hyper>>
     };
     let (swapper, opened) = Swapper::open(streamed, vec![optimizer(), optimizer()]).unwrap();
     let swapper = Box::new(swapper);
