@@ -413,7 +413,7 @@ keys! {
         /// Fraction of the parameters whose tiles stay in GPU memory although a device is "cpu" or "nvme", in whole units, or "auto"
         /// for as much as fits where that shortens the step. Each of several ranks keeps its part of them. With a device "nvme", commits write
         /// them to the drives, too: offload.commit_every says how often. The choice does not change results.
-        #[default("\"auto\"")]
+        #[default("\"auto\"; 0.0 with a device \"nvme\"")]
         #[example("0.5")]
         pub gpu_resident_fraction: Option<FractionOrAuto>,
         /// Upper limit of host memory for all processes of the run on this node.

@@ -79,14 +79,19 @@ pub(super) fn placement(
             "everything is in host memory already: leave it out, or set a device to \"nvme\"",
         ));
     }
-    let is_offloaded = (param, optimizer) != (Tier::None, Tier::None);
+    // Without being asked, state on drives stays nowhere else: a crash then loses one step at most.
+    let gpu_default = match (param, optimizer) {
+        (Tier::None, Tier::None) => None,
+        _ if has_store => Some(ResidentFraction::Fixed(Fraction::NONE)),
+        _ => Some(ResidentFraction::Auto),
+    };
     Ok(Placement {
         stage,
         param,
         optimizer,
         nvme_paths,
         resident_fraction: resident_fraction(offload)?,
-        gpu_resident_fraction: gpu_resident_fraction(offload, is_offloaded)?,
+        gpu_resident_fraction: gpu_resident_fraction(offload, gpu_default)?,
     })
 }
 
@@ -133,15 +138,15 @@ fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, Settings
     }))
 }
 
-/// The default is "auto" for state in host memory or on drives (`is_offloaded`), and 0 for others.
+/// What is set, else `default`; it is `None` if all of the state is in GPU memory.
 fn gpu_resident_fraction(
     offload: &OffloadToml,
-    is_offloaded: bool,
+    default: Option<ResidentFraction>,
 ) -> Result<ResidentFraction, SettingsError> {
     const KEY: &str = "offload.gpu_resident_fraction";
     let given = given_fraction(KEY, &offload.gpu_resident_fraction)?;
-    if is_offloaded {
-        return Ok(given.unwrap_or(ResidentFraction::Auto));
+    if let Some(default) = default {
+        return Ok(given.unwrap_or(default));
     }
     match given {
         Some(ResidentFraction::Fixed(fraction)) if fraction != Fraction::NONE => Err(value(

@@ -211,6 +211,9 @@ fn a_part_stays_where_a_step_is_shorter_though_every_step_is_committed() {
     assert_eq!(part.node_bytes.written_bytes, none.node_bytes.written_bytes);
     let gain = part.judged_s(&settings) / none.judged_s(&settings);
     assert_eq!(part.in_gpu.contains(&true), gain < 0.98, "{gain}");
+    // Left out, nothing stays: every step is committed.
+    let (_, left_out) = on_drives(&[(FRACTION, Value::Null)], 139);
+    assert!(!left_out.in_gpu.contains(&true) && left_out.swapper.commit_every == 1);
     let (_, rare) = on_drives(&[(FRACTION, json!("auto"))], 16);
     let fraction = rare.gpu_fraction();
     assert!((0.1..0.9).contains(&fraction), "{fraction}");
