@@ -63,6 +63,12 @@ def text(x, y, words, more=""):
     return f'<text x="{x:g}" y="{y:g}"{more}>{words}</text>'
 
 
+def svg(width, height, lines):
+    """The file of a picture with these elements."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" font-family="sans-serif" font-size="13" fill="#222">'
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#fff"/>', *lines, "</svg>"]) + "\n"
+
+
 def picture(rows):
     y, lines = 30, [text(16, 30, "Training throughput, TFLOPS (higher is better)", ' font-size="17" font-weight="bold"')]
     y += 20
@@ -85,19 +91,18 @@ def picture(rows):
                 lines.append(text(round(end, 1), y + BAR - 7, f'<tspan font-weight="bold">{median:.{0 if median >= 100 else 1}f}</tspan> {label}'))
                 y += BAR
     y += 18
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {y}" width="860" height="{y}" font-family="sans-serif" font-size="13" fill="#222">'
-    return "\n".join([head, f'<rect width="860" height="{y}" fill="#fff"/>', *lines, "</svg>"]) + "\n"
+    return svg(860, y, lines)
 
 
 def curves(measurements):
-    """Of each column of the table: its title without what is in brackets, and (thousands of tokens a step, TFLOPS) of each cell that was measured."""
+    """Of each column of the table: its title, and (thousands of tokens a step, TFLOPS) of each cell that was measured."""
     every_row = list(readme.tables(readme.section(measurements, "Many tokens a step")))
     head = every_row[0][0]
     first_table = [row for of, row in every_row if of == head]
     tokens = [int(row[0].split(" k")[0].replace(",", "")) for row in first_table]
     for column, title in enumerate(head[1:], 1):
         cells = [row[column] for row in first_table]
-        yield title.split(" (")[0], [(count, float(cell.split(", ")[1])) for count, cell in zip(tokens, cells) if ", " in cell]
+        yield title, [(count, float(cell.split(", ")[1])) for count, cell in zip(tokens, cells) if ", " in cell]
 
 
 def tokens_picture(measurements):
@@ -123,9 +128,7 @@ def tokens_picture(measurements):
         lines += [f'<circle cx="{x(count):.1f}" cy="{y(tflops):.1f}" r="3" fill="{colour}"/>' for count, tflops in points]
         below = max(below + 17, y(points[-1][1]) + 4)
         lines.append(text(left + width + 12, round(below, 1), title if colour != OURS else f"offloadd, {title}", f' fill="{colour}"'))
-    size = (left + width + 290, top + height + 34)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" font-family="sans-serif" font-size="13" fill="#222">'
-    return "\n".join([head, f'<rect width="{size[0]}" height="{size[1]}" fill="#fff"/>', *lines, "</svg>"]) + "\n"
+    return svg(left + width + 290, top + height + 34, lines)
 
 
 def colour_of(title):
