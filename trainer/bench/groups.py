@@ -22,6 +22,8 @@ import subprocess
 import sys
 
 import rows
+import smaller_gpu
+import testdrives
 import watch
 from table import library_path
 
@@ -44,6 +46,7 @@ def main():
     parser.add_argument("--fractions", nargs="+", default=["auto"], help="of the parameters in GPU memory, for host-gpu")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
     parser.add_argument("--steps", type=int, help="of each row; by default fewer the more tokens a step has")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of a smaller GPU: another process holds the rest (24GiB)")
     parser.add_argument("--repeat", type=int, default=1, help="times that each row is trained: do losses repeat in bits? (%(default)s)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
     args = parser.parse_args()
@@ -54,6 +57,14 @@ def main():
     data = rows.text_to_train(args.out)
     head = f"{'place':13} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>12} {'inputs':>6} {'on GPU':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
     print(head, flush=True)
+    with smaller_gpu.left_with(args.gpu_memory and testdrives.number(args.gpu_memory)):
+        found, differ = measured(args, env, data)
+    (args.out / "groups.json").write_text(json.dumps(found, indent=1))
+    sys.exit(1 if differ or any("failed" in row for row in found) else 0)
+
+
+def measured(args, env, data):
+    """All rows, printed as they are known, and whether losses differ."""
     found, differ = [], False
     places = [(place, fraction) for place in args.places for fraction in (args.fractions if place == "host-gpu" else [None])]
     for tokens in args.tokens:
@@ -73,8 +84,7 @@ def main():
         if any(some != longest[: len(some)] for some in losses):
             differ = True
             print(f"DIFFER    losses of {tokens}: {losses}", flush=True)
-    (args.out / "groups.json").write_text(json.dumps(found, indent=1))
-    sys.exit(1 if differ or any("failed" in row for row in found) else 0)
+    return found, differ
 
 
 def measure(args, env, data, place, fraction, micro_batches, group):

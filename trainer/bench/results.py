@@ -65,7 +65,7 @@ def cells(row, found):
     peer = peer_of(name, ranks, row, found)
     number = lambda key, digits, scale=1.0: f"{row[key] / scale:.{digits}f}" if row.get(key) else ""
     return [
-        row["row"],
+        row["row"] + (f", {row['gpu_memory']} of GPU memory" if row.get("gpu_memory") else ""),
         row["hardware"],
         row["date"],
         number("step_s", 3),

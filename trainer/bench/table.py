@@ -29,6 +29,7 @@ import tempfile
 import time
 
 import mixed
+import smaller_gpu
 import testdrives
 import results
 import energy
@@ -62,6 +63,7 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step, of rows and peers (default: the row's)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row's training")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="of a smaller GPU: another process holds the rest of each (24GiB)")
     parser.add_argument("--drive-rates", nargs=2, metavar=("READ", "WRITE"), help="of one drive, such as 6.2GB/s 3.2GB/s")
     parser.add_argument("--directory", action="append", default=[], help="a directory on a real drive instead of rate-limited ones; may come several times")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
@@ -90,7 +92,8 @@ def main():
     args.out.mkdir(parents=True, exist_ok=True)
     warm_memory(testdrives.number(args.warm_memory))
     table = Table(args)
-    failed = [name for name in args.rows if not table.row(name)]
+    with smaller_gpu.left_with(args.gpu_memory and testdrives.number(args.gpu_memory)):
+        failed = [name for name in args.rows if not table.row(name)]
     print((args.out / "RESULTS.md").read_text())
     sys.exit(f"table.py: no figure for {', '.join(failed)}" if failed else 0)
 
@@ -107,6 +110,7 @@ class Table:
             "commit": args.commit or git_commit(),
             "model": args.model,
             **({"accumulate": args.accumulate} if args.accumulate > 1 else {}),
+            **({"gpu_memory": args.gpu_memory} if args.gpu_memory else {}),
         }
         self.env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
         self.data = rows.text_to_train(args.out)

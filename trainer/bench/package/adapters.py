@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Measures seconds a step of adapters on a frozen base: plain PEFT with the base on the GPU, then prepared, with the base in host memory.
+"""Measures seconds a step of adapters on a frozen base: plain PEFT with the base on the GPU, then prepared, with the base in host memory or on drives.
 
     trainer/bench/package/adapters.py lora qlora --resident 0 auto
+    trainer/bench/package/adapters.py qlora --model 70b --places plain nvme --testdrives 4 --resident 0
     trainer/bench/package/adapters.py --device cpu --tiny          tries the script itself
 
-The base is a Llama of 8 G parameters with random weights, in bf16 (lora) or in bitsandbytes' NF4 (qlora), made a layer at a time. Rank 16 on
-all linear layers of the blocks; adapters of one type and blocks checkpointed alike in both rows of a pair. Lines of JSON:
+The base is a Llama of 8, 32 or 70 G parameters with random weights, in bf16 (lora) or in bitsandbytes' NF4 (qlora), made a layer at a time. Rank 16
+on all linear layers of the blocks; adapters of one type and blocks checkpointed alike in all rows of a base. Lines of JSON:
 
 resident       offloadd.gpu_resident_fraction of a prepared row, and resident_bytes: weights that stay on the GPU
 tflops         4 x parameters x tokens, forward and the gradients of inputs; what checkpointing computes again is not counted
 bus_bytes      weights that came to the GPU in a step
 bus_s          their least seconds, at the rate of a copy from pinned memory
-bound_s        the plain row's step, or bus_s if that is longer; of_the_bound: bound_s / step_s
+drive_s        on drives, their least seconds to read those weights, at the rate of one drive of the table
+bound_s        the longest of the plain row's step, bus_s and drive_s; of_the_bound: bound_s / step_s
 
 --gathered adds three steps of writing, loss and update for each base, with all weights on the GPU while it writes, and with weights that come
 for each token. The script ends with status 1 where a prepared model's first loss is not the plain one's.
@@ -26,13 +28,14 @@ import tempfile
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "python/python"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "python/python")]
 
 import peft  # noqa: E402
+import rows  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from figures import bus_rates, forget_peak, peak_gib, show, timed, wait  # noqa: E402
-from generation import SHAPES, TINY  # noqa: E402
+from figures import add_drives, bus_rates, forget_peak, offload_param, on_test_drives, peak_gib, show, timed, wait  # noqa: E402
+from generation import SHAPES, TINY, params_of  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
@@ -45,7 +48,10 @@ RANK = 16
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bases", nargs="*", metavar="BASE", default=["lora", "qlora"], help="lora, qlora (both)")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", default="8b", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, help="all of the model's without it")
+    parser.add_argument("--places", nargs="+", default=["plain", "host"], choices=["plain", "host", "nvme"], help="plain, host, nvme (plain host)")
+    add_drives(parser)
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 16384], help="of a step")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5, help="that are timed")
@@ -62,6 +68,9 @@ def main():
     args = parser.parse_args()
     if set(args.bases) - {"lora", "qlora"}:
         parser.error(f"bases are lora and qlora, not {' '.join(args.bases)}")
+    # bf16, and beside NF4 its scales and what stays in bf16.
+    params = params_of(SHAPES[args.model] | (TINY if args.tiny else {}) | ({"num_hidden_layers": args.layers} if args.layers else {}))
+    on_test_drives(args, params * (2 if "lora" in args.bases else 0.7))
     to_gpu, _ = bus_rates(args.device)
     show(gpu=torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU", torch=torch.__version__, to_gpu_gb_per_s=to_gpu and to_gpu / 1e9)
     differ = [base for base in args.bases if not Pair(base, args, to_gpu).rows()]
@@ -95,21 +104,23 @@ class Pair:
 
     def rows(self):
         """Measures and prints all rows. Returns whether the losses are equal."""
-        for tokens in self.args.tokens:
-            self.row("plain", self.fresh(), tokens)
-        for resident in self.args.resident:
-            self.prepared(resident)
+        if "plain" in self.args.places:
+            for tokens in self.args.tokens:
+                self.row("plain", self.fresh(), tokens)
+        for place in self.args.places:
+            for resident in () if place == "plain" else self.args.resident:
+                self.prepared(place, resident)
         return all(math.isclose(losses[0], loss, rel_tol=TOLERANCE) for losses in self.losses.values() for loss in losses)
 
-    def prepared(self, resident):
+    def prepared(self, place, resident):
         """Measures and prints the rows of a prepared model, of which so much stays on the GPU."""
         optimizer = self.fresh()
-        with tempfile.TemporaryDirectory() as directory:
+        with tempfile.TemporaryDirectory(dir=self.args.nvme_path[0] if place == "nvme" else None) as directory:
             began = time.perf_counter()
-            run = offloadd.prepare(self.model, optimizer, config(self.args, resident), run_dir=pathlib.Path(directory) / "run")
-            show(base=self.base, place="host", resident=resident, start_s=time.perf_counter() - began, plan=str(run.plan).splitlines())
+            run = offloadd.prepare(self.model, optimizer, config(self.args, place, resident), run_dir=pathlib.Path(directory) / "run")
+            show(base=self.base, place=place, resident=resident, start_s=time.perf_counter() - began, plan=str(run.plan).splitlines())
             for tokens in self.args.tokens:
-                self.row("host", optimizer, tokens, run)
+                self.row(place, optimizer, tokens, run)
             for whole in (True, False) if self.args.gathered else ():
                 self.write_and_learn(run, optimizer, whole)
             run.close(keep=True)
@@ -117,12 +128,12 @@ class Pair:
     def row(self, place, optimizer, tokens, run=None):
         """Measures and prints one row."""
         args, vocabulary = self.args, self.model.config.vocab_size
-        rows = max(1, tokens // args.seq_len)
+        sequences = max(1, tokens // args.seq_len)
         torch.manual_seed(1)
         moved = Moved(run)
 
         def step():
-            batch = torch.randint(vocabulary, (rows, args.seq_len), device=args.device)
+            batch = torch.randint(vocabulary, (sequences, args.seq_len), device=args.device)
             loss = self.model(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
@@ -132,7 +143,7 @@ class Pair:
 
         forget_peak(args.device)
         self.model.train()
-        about = {"base": self.base, "place": place, "tokens": rows * args.seq_len}
+        about = {"base": self.base, "place": place, "tokens": sequences * args.seq_len}
         try:
             with moved:
                 (step_s,), losses = timed(step, args.steps, args.device)
@@ -147,7 +158,8 @@ class Pair:
             row |= {"resident": resident_of(run), "resident_bytes": run.resident_bytes, "bus_bytes": moved.of_step}
             if self.to_gpu and tokens in self.step_s:
                 row["bus_s"] = moved.of_step / self.to_gpu
-                row["bound_s"] = max(row["bus_s"], self.step_s[tokens])
+                row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * len(args.nvme_path)) if place == "nvme" else 0
+                row["bound_s"] = max(row["bus_s"], row["drive_s"], self.step_s[tokens])
                 row |= {"of_the_bound": row["bound_s"] / step_s, "beside_plain": step_s / self.step_s[tokens]}
         show(**row, first_loss=losses[0], last_loss=losses[-1])
         # A second row of a prepared model has other adapters.
@@ -217,9 +229,9 @@ class Moved:
         self.of_step, self._bytes = self._bytes, 0
 
 
-def config(args, resident):
-    device = {"device": "cpu"}
-    own = {"compute_device": args.device if ":" in args.device or args.device == "cpu" else f"{args.device}:0"}
+def config(args, place, resident):
+    device, own = offload_param(place, args)
+    own |= {"compute_device": args.device if ":" in args.device or args.device == "cpu" else f"{args.device}:0"}
     own["gpu_resident_fraction"] = resident if resident == "auto" else float(resident)
     return {"gradient_accumulation_steps": 1, "zero_optimization": {"offload_param": device}, "offloadd": own}
 
@@ -231,7 +243,7 @@ def resident_of(run):
 
 def model_of(base, args):
     """A Llama with adapters where it computes; never more of its bf16 weights in memory than its blocks keep."""
-    shape = SHAPES["8b"] | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
+    shape = SHAPES[args.model] | (TINY if args.tiny else {}) | ({"num_hidden_layers": args.layers} if args.layers else {})
     config = transformers.LlamaConfig(**shape, use_cache=False, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

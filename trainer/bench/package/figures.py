@@ -1,16 +1,65 @@
-"""What the scripts of rows share: the time of steps, the rates of the bus, and lines that are printed when they are known."""
+"""What the scripts of rows share: drives, the time of steps, the rates of the bus, and lines that are printed when they are known."""
 
 import json
+import pathlib
+import signal
 import statistics
+import subprocess
+import sys
 import time
 
 import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import rows  # noqa: E402
+import testdrives  # noqa: E402
+import watch  # noqa: E402
 
 # Steps that learn the order of units and fill buffers, before those that count.
 WARM_STEPS = 3
 
 # Bytes of a copy that measures the bus.
 _COPY_BYTES = 1 << 30
+
+# Of a test drive beside what a place needs: tiles are rounded up, and a file system has its own.
+_DRIVE_SLACK, _DRIVE_SLACK_BYTES = 1.1, 1 << 30
+
+
+def add_drives(parser):
+    """The options that say where a row on drives has its tiles."""
+    parser.add_argument("--nvme-path", action="append", default=[], metavar="DIRECTORY", help="on a drive; once for each")
+    parser.add_argument("--testdrives", type=int, default=0, metavar="N", help="rate-limited drives in memory to make for this call (root)")
+
+
+def offload_param(place, args):
+    """The tables `offload_param` and `offloadd` of a row in this place: host memory, or drives below the daemon that was built here or is in PATH."""
+    if place != "nvme":
+        return {"device": "cpu"}, {}
+    built = pathlib.Path(__file__).resolve().parents[3] / "target/release/offloadd"
+    return {"device": "nvme", "nvme_path": args.nvme_path}, {"program": str(built)} if built.exists() else {}
+
+
+def on_test_drives(args, state_bytes):
+    """With --testdrives, runs this script again on so many drives, which hold `state_bytes` together and are gone afterwards, and ends as it does."""
+    if not args.testdrives or args.nvme_path:
+        return
+    # Stopping is an exception, so that the drives are taken away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{sys.argv[0]}: stopped"))
+    size_bytes = int(state_bytes / args.testdrives * _DRIVE_SLACK) + _DRIVE_SLACK_BYTES
+    began = time.perf_counter()
+    drives = testdrives.create(args.testdrives, size_bytes, *rows.DRIVE_RATES, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
+    try:
+        show(drives=args.testdrives, drive_bytes=size_bytes, drives_made_s=time.perf_counter() - began)
+        words = [word for drive in drives for word in ("--nvme-path", drive)]
+        # A session of its own: what it started ends with it, and the drives are free.
+        child = subprocess.Popen(testdrives.enter([sys.executable, *sys.argv, *words]), start_new_session=True)
+        try:
+            sys.exit(child.wait())
+        finally:
+            watch.end(child)
+    finally:
+        testdrives.destroy()
 
 
 def show(**row):

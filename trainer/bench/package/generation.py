@@ -2,10 +2,10 @@
 """Measures tokens a second of a model that nothing trains: plain PyTorch with all weights on the GPU, then weights in host memory or on drives.
 
     trainer/bench/package/generation.py plain host
-    trainer/bench/package/generation.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+    trainer/bench/package/generation.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1     or, as root: --testdrives 2
     trainer/bench/package/generation.py --model 70b --same-blocks --resident 0 plain host
 
-The model is a Llama of 8 G or 70 G parameters in bf16 with random weights, or fewer layers of it. With --same-blocks all blocks have the same
+The model is a Llama of 8, 32 or 70 G parameters in bf16 with random weights, or fewer layers of it. With --same-blocks all blocks have the same
 weights: a model has the memory of one, until its tiles are filled. --resident is a fraction of the weights that stays on the GPU, by default
 what has room. The bound is that of bringing the others once a pass, at the bandwidth measured in the run; all places must generate the same
 tokens, or the script ends with status 1.
@@ -21,6 +21,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
+import figures  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -28,9 +29,10 @@ import offloadd  # noqa: E402
 
 SHARED = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 
-# Llama-3-8B's and Llama-3-70B's.
+# Llama-3-8B's, one of Qwen3-32B's sizes, and Llama-3-70B's.
 SHAPES = {
     "8b": {**SHARED, "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "32b": {**SHARED, "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "head_dim": 128},
     "70b": {**SHARED, "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
 
@@ -48,12 +50,14 @@ def main():
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--nvme-path", action="append", default=[], help="a directory on a drive")
+    figures.add_drives(parser)
     parser.add_argument("--tiny", action="store_true", help="a model of a few hundred parameters, to try the script")
     args = parser.parse_args()
     shape = SHAPES[args.model] | (TINY if args.tiny else {})
     if args.layers:
         shape |= {"num_hidden_layers": args.layers}
+    # Of bf16.
+    figures.on_test_drives(args, 2 * params_of(shape))
     torch.manual_seed(0)
     with torch.device(args.device):
         prompts = torch.randint(shape["vocab_size"], (args.batch, args.prompt))
@@ -78,6 +82,12 @@ def main():
             answers[place] = offloaded(place, model, prompts, args)
     if any(not torch.equal(answer, next(iter(answers.values()))) for answer in answers.values()):
         raise SystemExit("the places generated different tokens")
+
+
+def params_of(shape):
+    """Parameters of a shape, none of which takes memory."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).parameters())
 
 
 def built(shape, args):
@@ -115,8 +125,8 @@ def give(block, values):
 
 def offloaded(place, model, prompts, args):
     """The tokens of one place, whose line is printed."""
-    where = {"device": "nvme", "nvme_path": args.nvme_path} if place == "nvme" else {"device": "cpu"}
-    own = {"compute_device": "cuda:0" if args.device == "cuda" else None, "gpu_resident_fraction": args.resident}
+    where, own = figures.offload_param(place, args)
+    own |= {"compute_device": "cuda:0" if args.device == "cuda" else None, "gpu_resident_fraction": args.resident}
     config = {"zero_optimization": {"offload_param": where}, "offloadd": {key: value for key, value in own.items() if value is not None}}
     with tempfile.TemporaryDirectory(dir=args.nvme_path[0] if place == "nvme" else None) as directory:
         began = time.perf_counter()
@@ -153,7 +163,8 @@ def report(place, seconds, args, bound=None, passes=0, started=None):
     row = {"place": place, "tokens_per_s": tokens / seconds, "s": seconds}
     if args.device == "cuda":
         row["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if bound:
+    # Where all weights have room on the GPU, none come.
+    if bound and passes:
         row |= {"bound_tokens_per_s": tokens / (passes * bound.s), "of_the_bound": passes * bound.s / seconds, "gb_per_s": bound.bytes_per_s / 1e9}
         row |= {"bound_by": bound.by, "start_s": started}
     print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}), flush=True)

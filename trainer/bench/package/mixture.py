@@ -2,7 +2,7 @@
 """Measures seconds a step, and bytes, of a mixture of experts: plain PyTorch with everything on the GPU, then the state in host memory or on drives.
 
     trainer/bench/package/mixture.py --train lora plain host whole
-    trainer/bench/package/mixture.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+    trainer/bench/package/mixture.py nvme --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1     or, as root: --testdrives 2
 
 The model is N of the 48 layers of Qwen3-30B-A3B in bf16 with random weights, 0.62 G parameters each. `host` and `nvme` bring the experts of a
 layer in groups, `whole` brings all of them at once, from host memory. The bound is that of bringing the bytes that were brought from host memory,
@@ -20,6 +20,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
+import figures  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -47,23 +48,36 @@ def main():
     parser.add_argument("--length", type=int, default=2048, help="tokens of each sequence (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="steps that are measured, after two others (%(default)s)")
     parser.add_argument("--checkpointing", action="store_true", help="compute each block's forward again in its backward")
+    parser.add_argument("--resident", type=float, metavar="FRACTION", help="of the weights that stay on the GPU; by default what has room")
     parser.add_argument("--unit-bytes-max", type=int, help="the package's default without it")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--nvme-path", action="append", default=[], help="a directory on a drive")
+    figures.add_drives(parser)
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters in each layer, to try the script")
     args = parser.parse_args()
+    figures.on_test_drives(args, tile_bytes_of(args))
     losses = [measured(place, args) for place in args.places]
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses):
         raise SystemExit(f"the first losses differ: {losses}")
 
 
+def config_of(args):
+    return transformers.Qwen3MoeConfig(**SHAPE | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers})
+
+
+def tile_bytes_of(args):
+    """Bytes on drives: what is frozen once, in bf16; what is trained twice, the committed version and the next, with fp32 masters and moments."""
+    with torch.device("meta"):
+        params = sum(param.numel() for param in transformers.AutoModelForCausalLM.from_config(config_of(args)).parameters())
+    return params * (2 if args.train == "lora" else 2 * 14)
+
+
 def built(args):
     """The same model and batch for each place, where the model was asked for."""
     torch.manual_seed(0)
-    shape = SHAPE | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
+    config = config_of(args)
     with torch.device(args.device):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**shape), dtype=torch.bfloat16)
-        ids = torch.randint(shape["vocab_size"], (args.batch, args.length))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        ids = torch.randint(config.vocab_size, (args.batch, args.length))
     if args.train == "lora":
         import peft
 
@@ -94,8 +108,8 @@ def measured(place, args):
 
 
 def offloaded(place, model, optimizer, batch, args):
-    where = {"device": "nvme", "nvme_path": args.nvme_path} if place == "nvme" else {"device": "cpu"}
-    own = {"compute_device": "cuda:0" if args.device == "cuda" else None, "unit_bytes_max": args.unit_bytes_max}
+    where, own = figures.offload_param(place, args)
+    own |= {"compute_device": "cuda:0" if args.device == "cuda" else None, "unit_bytes_max": args.unit_bytes_max, "gpu_resident_fraction": args.resident}
     if place == "whole":
         own["unit_bytes_max"] = 1 << 50
     config = {"zero_optimization": {"offload_param": where}, "offloadd": {key: value for key, value in own.items() if value is not None}}
