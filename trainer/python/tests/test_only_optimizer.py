@@ -492,20 +492,6 @@ def test_what_is_not_updated_is_refused_by_name(tmp_path):
     with pytest.raises(offloadd.NotSupported, match="has a gradient, and required none"):
         train(frozen, optimizer, batches(1))
     optimizer.close()
-    # Megatron's DistributedDataParallel moves each gradient there as soon as it is complete.
-    moved = model_of()
-    optimizer = adamw(moved.named_parameters())
-    for param in moved.parameters():
-        param.grad, param.main_grad = None, torch.ones_like(param, dtype=torch.float32)
-    for read in (optimizer.step, lambda: offloadd.optim.clip_grad_norm_(optimizer, 1.0)):
-        with pytest.raises(offloadd.NotSupported, match="its gradient in main_grad"):
-            read()
-    for param in moved.parameters():
-        param.grad = param.main_grad.to(param.dtype)
-    before = [param.detach().clone() for param in moved.parameters()]
-    optimizer.step()
-    assert not any(torch.equal(one, other) for one, other in zip(before, moved.parameters()))
-    optimizer.close()
     wrong = [
         (dict(amsgrad=True), "amsgrad"),
         (dict(moments="fp8"), "offloadd.moments"),

@@ -5,6 +5,7 @@ The counterpart of `_engine` without hooks: nothing moves in forward and backwar
 
 from __future__ import annotations
 
+import array
 import contextlib
 import weakref
 from itertools import zip_longest
@@ -19,7 +20,7 @@ from ._console import say
 from ._errors import NotSupported
 from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
-from ._param_units import ParamUnit, Piece, flat_like, flat_of, is_divided, is_dtensor, local_of, part_of, whole_of
+from ._param_units import ParamUnit, Piece, flat_like, flat_of, grad_of, is_divided, is_dtensor, local_of, main_grad_of, part_of, whole_of
 from ._ranks import Ranks
 from ._watch import Watch, bit_sums, unwatch, watch
 
@@ -39,16 +40,6 @@ class GradientMark(NamedTuple):
     def may_be_of(self, grad: torch.Tensor) -> bool:
         """Whether a gradient is this one, unless its bits tell otherwise."""
         return self.grad() is grad and self.version == _version(grad)
-
-
-def grad_of(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
-    """The gradient of a parameter, called `name` in the error. Raises `NotSupported` if it lies elsewhere."""
-    if param.grad is None and getattr(param, "main_grad", None) is not None:
-        raise NotSupported(
-            f"{name} has its gradient in main_grad, where Megatron's DistributedDataParallel sums it, and offloadd.optim reads grad: before the step, set "
-            "param.grad = param.main_grad.to(param.dtype) for each parameter, and after it param.grad = None"
-        )
-    return param.grad
 
 
 class Beside:
@@ -138,6 +129,10 @@ class Beside:
     def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True, begun: bool = False) -> None:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
         what was changed since then, if it is to `remember`. Where updates have `begun`, nothing was."""
+        copied = self.ranks.count > 1 and not all(is_dtensor(param) for _, param in self.named)
+        marks = {key: GradientMark.now(grad) for key, grad in grads.items()} if remember or copied else {}
+        if copied:
+            self._check_copies(marks)
         early = self._early if begun or self._is_early(grads) and not self._torn else set()
         self.forget()
         if not early:
@@ -157,7 +152,28 @@ class Beside:
                     sums[id(piece.param)] += sum(squares[_with_gradients(unit).index][index::count])
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
-        self.seen = {key: GradientMark.now(grad) for key, grad in grads.items()} if remember else {}
+        self.seen = marks if remember else {}
+
+    def _check_copies(self, marks: Mapping[int, GradientMark]) -> None:
+        """Refuses gradients that differ between ranks where a parameter is whole on each of them: each rank takes a part of its own gradient."""
+        whole = [(name, param) for name, param in self.named if id(param) in marks and not is_dtensor(param)]
+        if not whole:
+            return
+        own = array.array("q", torch.stack([marks[id(param)].bits for _, param in whole]).tolist())
+        for rank, data in enumerate(self.ranks.meet("compare gradients", own.tobytes())):
+            differs = [one for one, ours, theirs in zip(whole, own, array.array("q", data)) if ours != theirs]
+            if not differs:
+                continue
+            name, param = differs[0]
+            raise NotSupported(
+                f"the gradient of {name} differs between ranks {self.ranks.rank} and {rank}, and the parameter is whole on each of them: "
+                + (
+                    "call finish_grad_sync() before the step, on a DistributedDataParallel with use_distributed_optimizer=False, and without tensor, pipeline and "
+                    "expert parallelism"
+                    if main_grad_of(param) is not None
+                    else "average gradients over all ranks before the step, as DistributedDataParallel does"
+                )
+            )
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
@@ -169,7 +185,7 @@ class Beside:
             if grad is None or not piece.own:
                 continue
             if piece.start == 0 or id(piece.param) not in flats:
-                flats[id(piece.param)] = self._flat_grad(piece, grad)
+                flats[id(piece.param)] = self._flat_grad(piece, grad, taker.gradient_dtype)
             to.append(view)
             come.append(piece.slice_of(flats[id(piece.param)]))
             if piece.start + piece.own == len(flats[id(piece.param)]):
@@ -253,8 +269,8 @@ class Beside:
             )
         return holds and bool(taken)
 
-    def _flat_grad(self, piece: Piece, grad: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a gradient, in the order of the parameter's memory."""
+    def _flat_grad(self, piece: Piece, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's elements of a gradient, in the order of the parameter's memory. `dtype` is that of its tiles."""
         param = piece.param
         if is_dtensor(param):
             if not is_dtensor(grad):
@@ -262,8 +278,11 @@ class Beside:
             if grad.placements != param.placements:
                 grad = grad.redistribute(param.device_mesh, param.placements)
             grad = grad.to_local()
-        if grad.dtype != param.dtype:
-            raise NotSupported(f"the gradient of {piece.name} is {grad.dtype}, and the parameter {param.dtype}: they must have one type")
+        if grad.dtype not in (param.dtype, dtype):
+            raise NotSupported(
+                f"the gradient of {piece.name} is {grad.dtype}, and the parameter {param.dtype}: they must have one type; give the model to Megatron's "
+                "DistributedDataParallel before the optimizer's first call"
+            )
         return flat_like(grad, local_of(param))
 
     def forget(self) -> None:
@@ -316,7 +335,7 @@ class Beside:
             local, group = local_of(param), group_of[id(param)]
             in_rows = lambda flat: flat.as_strided(local.size(), local.stride())
             # Of parameters on the processor too, a GPU that is set as compute_device has the momentum, and makes the direction.
-            grad = in_rows(self._flat_grad(piece, grads[id(param)]).to(momentum.device)).float() * scales.get(id(param), 1.0)
+            grad = in_rows(self._flat_grad(piece, grads[id(param)], torch.float32).to(momentum.device)).float() * scales.get(id(param), 1.0)
             matrix = _muon.mixed(grad, in_rows(momentum), group)
             if is_divided(param):
                 matrix = self.ranks.transfers.run_collective(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))

@@ -36,7 +36,21 @@ from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
 from ._moments import MASTER, ParamState, ParamStates, States, check_states, is_master_of, state_bytes, state_of, updates_in
-from ._param_units import MOMENTUM, ParamUnit, Piece, check_early, check_params, flat_like, flat_of, is_divided, is_dtensor, local_of, named_params, param_units
+from ._param_units import (
+    MOMENTUM,
+    ParamUnit,
+    Piece,
+    check_early,
+    check_params,
+    flat_like,
+    flat_of,
+    grad_of,
+    is_divided,
+    is_dtensor,
+    local_of,
+    named_params,
+    param_units,
+)
 from ._plan import Plan, bytes_text
 from ._ranks import Ranks
 from ._reports import Reports
@@ -320,7 +334,7 @@ class OptimizerRun:
         """Refuses gradients of parameters that have no tiles, and parameters whose tiles are those of another rule."""
         for number, group in enumerate(self.optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                if param.grad is not None and param.numel() and id(param) not in self.beside.pieces:
+                if id(param) not in self.beside.pieces and param.numel() and grad_of(param, "a parameter") is not None:
                     raise NotSupported(
                         f"parameter {index} of group {number} has a gradient, and required none when the optimizer began: let it require gradients before the "
                         "first step, with a learning rate of 0 until it is to be trained"

@@ -115,6 +115,28 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if is_dtensor(param) else param.detach()
 
 
+def main_grad_of(param: torch.Tensor) -> Optional[torch.Tensor]:
+    """Where Megatron's DistributedDataParallel sums the gradient of a parameter: a part of its buffer."""
+    return getattr(param, "main_grad", None)
+
+
+def grad_of(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+    """The gradient of a parameter, called `name` in the error: `main_grad` where there is one, as Megatron moves each gradient there. A frozen
+    parameter, for which the buffer has zeros, has none."""
+    main_grad = main_grad_of(param)
+    if main_grad is None:
+        return param.grad
+    if param.grad is not None:
+        raise NotSupported(f"{name} has gradients in grad and in main_grad, where Megatron's DistributedDataParallel sums them: set its grad to None")
+    return main_grad if param.requires_grad else None
+
+
+def _gradient_dtype_of(param: torch.Tensor) -> torch.dtype:
+    """The type in which gradients of a parameter come."""
+    main_grad = main_grad_of(param)
+    return param.dtype if main_grad is None else main_grad.dtype
+
+
 def is_divided(param: torch.Tensor) -> bool:
     """Whether the ranks have parts of a parameter."""
     return is_dtensor(param) and not all(one.is_replicate() for one in param.placements)
@@ -172,6 +194,8 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int, muon: Co
             raise NotSupported(f"{name} is {param.dtype}: a trained parameter can be float32, bfloat16 or float16")
         if id(param) in muon and param.dim() != 2:
             raise NotSupported(f"{name} has the shape {tuple(param.shape)}, and Muon updates matrices: put it into a group with use_muon=False")
+        if _gradient_dtype_of(param) not in (param.dtype, torch.float32):
+            raise NotSupported(f"{name} is {param.dtype}, and its main_grad {param.main_grad.dtype}: gradients can have the parameter's type, or float32")
         local = local_of(param)
         if not (local.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(local)):
             raise NotSupported(f"{name} has elements that share memory, or gaps between them: pass a contiguous parameter")
@@ -197,6 +221,11 @@ def _check_mesh(name: str, param: Any, ranks: int) -> None:
 
 def check_early(units: Sequence[ParamUnit], ranks: int, what: str) -> None:
     """Refuses to take gradients in backward, as `what` does, where they are not final there."""
+    summed = next((piece.name for unit in units for piece in unit.params if main_grad_of(piece.param) is not None), None)
+    if summed is not None:
+        raise NotSupported(
+            f"{what} with {summed}, whose gradient Megatron's DistributedDataParallel sums in main_grad, where it is complete after backward: leave it out"
+        )
     whole = next((piece.name for unit in units if not unit.sharded for piece in unit.params), None)
     if ranks > 1 and whole is not None:
         raise NotSupported(
@@ -208,24 +237,27 @@ def check_early(units: Sequence[ParamUnit], ranks: int, what: str) -> None:
 def param_units(
     named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = (), align_elems: int = ALIGN_ELEMS
 ) -> list[ParamUnit]:
-    """Units of the parameters, in their order, by their type and whether they are divided. `elems_of` has the elements of each parameter that each
+    """Units of the parameters, in their order, by their type, that of their gradients and whether they are divided. `elems_of` has the elements of each parameter that each
     rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
     units: list[ParamUnit] = []
-    open_: dict[tuple[torch.dtype, bool, bool], list[Piece]] = {}
+    open_: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Piece]] = {}
 
-    def end(key: tuple[torch.dtype, bool, bool]) -> None:
+    def end(key: tuple[torch.dtype, torch.dtype, bool, bool]) -> None:
         pieces = open_.pop(key, None)
         if pieces:
-            _, sharded, is_muon = key
+            _, gradient_dtype, sharded, is_muon = key
             name = pieces[0].name if len(pieces) == 1 else f"{pieces[0].name} to {pieces[-1].name}"
             same = dict(sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank, muon=is_muon, align_elems=align_elems)
             units.append(ParamUnit(len(units), name, pieces, **same))
+            units[-1].gradient_dtype = gradient_dtype
             if is_muon:
                 _add_momentum(units, same)
 
     for (name, param), elems in zip(named, elems_of):
-        key = (param.dtype, is_divided(param) and len(elems) > 1, id(param) in muon)
-        step = max(UNIT_ELEMS, *elems) if id(param) in muon else UNIT_ELEMS
+        is_muon = id(param) in muon
+        # What a matrix of Muon has in place of a gradient is its direction.
+        key = (param.dtype, param.dtype if is_muon else _gradient_dtype_of(param), is_divided(param) and len(elems) > 1, is_muon)
+        step = max(UNIT_ELEMS, *elems) if is_muon else UNIT_ELEMS
         for start in range(0, max(max(elems), 1), step):
             of_ranks = tuple(min(max(count - start, 0), step) for count in elems)
             own = of_ranks[rank]

@@ -25,11 +25,11 @@ from typing import Any, Iterable, Iterator, Optional, Sequence, Union
 import torch
 
 from . import _lion, _muon
-from ._beside import grad_of
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room
 from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
+from ._param_units import grad_of
 from ._prepared_optimizer import PreparedOptimizer
 from ._state_copies import StateCopies
 
@@ -330,7 +330,7 @@ def clip_grad_norm_(
     foreach: Optional[bool] = None,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for an optimizer of this module, or for parameters of one: returns the norm of all gradients, over all
-    ranks, and lets the next `step` scale them. `param.grad` stays as it is. Gradients are read once, for the norm and for the step."""
+    ranks, and lets the next `step` scale them. Gradients stay as they are, and are read once, for the norm and for the step."""
     if float(norm_type) != 2.0:
         raise NotSupported(f"clip_grad_norm_ with norm_type={norm_type}: use torch.nn.utils.clip_grad_norm_")
     if isinstance(parameters, _Alone):
