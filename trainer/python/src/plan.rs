@@ -11,8 +11,9 @@ use swapper::{Bound, Durability, StepBytes, StepRates, bound};
 use training_state::metrics::MetricsFile;
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
-    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, bus_bytes_per_s,
+    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, bus_bytes_per_s,
 };
+use training_state::plan::updaters::core_params_per_s;
 use training_state::store::{StoreFiles, device_file_bytes};
 
 use crate::errors::{Error, failed};
@@ -103,8 +104,12 @@ impl Outlook {
         // Only `python -m offloadd plan` counts bytes on the bus.
         let bus_bytes_per_s = bus_bytes_per_s((plan.bus_bytes > 0).then(first_link).flatten());
         let last = MetricsFile::last(&plan.run_dir);
-        let updated = settings.units.iter().filter(|unit| unit.trained);
-        let params: u64 = updated.map(|unit| unit.elems).sum();
+        let formats = plan.formats()?;
+        let updates = (plan.units.iter().zip(&formats)).filter_map(|(unit, format)| {
+            let master = format.update?.format.master;
+            Some(unit.elems as f64 / core_params_per_s(master))
+        });
+        let one_core_s: f64 = updates.sum();
         let threads = plan.update_threads.max(1) as f64;
         let Bound { s, wall, .. } = bound(
             settings.schedule,
@@ -117,9 +122,7 @@ impl Outlook {
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
                 update_s: last
                     .as_ref()
-                    .map_or(params as f64 / (threads * UPDATE_PARAMS_PER_S), |last| {
-                        last.update_s
-                    }),
+                    .map_or(one_core_s / threads, |last| last.update_s),
                 bus_s: plan.bus_bytes as f64 / bus_bytes_per_s,
                 network_s: 0.0,
             },

@@ -52,6 +52,15 @@ def test_a_plan_changes_nothing_and_says_what_the_run_then_has(tmp_path):
     assert "expected  " in str(after), "the run's own metrics are used"
 
 
+def test_the_bound_of_an_update_is_that_of_the_masters_format(tmp_path):
+    bound_of = {}
+    for master in ("fp32", "bf16"):
+        model = model_of(torch.bfloat16)
+        settings = config("cpu", tmp_path, master=master, update_threads=1)
+        bound_of[master] = offloadd.prepare(model, optimizer_of(model), settings, run_dir=tmp_path / "run", plan_only=True).bound_s
+    assert bound_of["bf16"] > 1.2 * bound_of["fp32"], "masters that are rounded stochastically are slower"
+
+
 def test_drives_without_room_are_refused_before_anything_is_made(tmp_path):
     model = model_of()
     with torch.no_grad():

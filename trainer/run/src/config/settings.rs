@@ -4,13 +4,15 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use kernels::adamw::{Master, TileFormat};
 use offload_support::units::CountOf;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::resolve::UnresolvedSettings;
 use super::{
-    Fraction, LrSchedule, OptimizerSettings, OverflowPolicy, Reports, SettingsError, Stage, Tier,
+    Fraction, LrSchedule, MasterType, OptimizerSettings, OverflowPolicy, Reports, SettingsError,
+    Stage, Tier,
 };
 use crate::computation::{ActivationCheckpointing, Matmuls};
 use crate::model::{Dropout, Dtype, ModelConfig};
@@ -70,6 +72,23 @@ pub struct RunSettings {
 }
 
 impl RunSettings {
+    /// Returns how tiles store masters and moments.
+    pub fn tile_format(&self) -> TileFormat {
+        let master = match self.dtype {
+            Dtype::Bf16 => match self.optimizer.master {
+                MasterType::Fp32 => Master::SplitBf16,
+                MasterType::Bf16 => Master::Bf16,
+            },
+            Dtype::Fp16 => Master::Fp16WholeMaster,
+            Dtype::Fp32 => Master::Fp32,
+        };
+        TileFormat {
+            rule: self.optimizer.kind.into(),
+            master,
+            moments: self.optimizer.moments.into(),
+        }
+    }
+
     /// Sets the number of training windows. It determines the number of steps if `train.epochs` is set.
     ///
     /// # Errors

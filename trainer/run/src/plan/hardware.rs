@@ -13,12 +13,12 @@ use serde::Serialize;
 use training_ranks::World;
 
 use crate::accelerator::{self, AcceleratorError, AskTorch};
-use crate::config::{DeviceChoice, MasterType, RunSettings};
+use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
-    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, UPDATE_PARAMS_PER_S, UPDATE_PARAMS_PER_S_BF16,
-    bus_bytes_per_s,
+    DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, bus_bytes_per_s,
 };
+use training_state::plan::updaters::core_params_per_s;
 use training_state::run::{RunId, resolved};
 use training_state::store::StoreFiles;
 
@@ -208,10 +208,7 @@ impl Hardware {
         let ranks = u64::from(settings.local_ranks);
         let threads = settings.train.threads as u64 * ranks;
         let cores = overrides.cores.unwrap_or(threads).max(1);
-        let update_params_per_s = match settings.optimizer.master {
-            MasterType::Bf16 => UPDATE_PARAMS_PER_S_BF16,
-            MasterType::Fp32 => UPDATE_PARAMS_PER_S,
-        };
+        let update_params_per_s = core_params_per_s(settings.tile_format().master);
         let tflops = products_tflops(gpu.as_ref(), cores as f64 / ranks as f64);
         let named = settings.placement.nvme_paths.len() as u64;
         let drives_count = overrides.drives_count.unwrap_or(named).max(1);

@@ -33,12 +33,12 @@ mod space;
 mod text;
 mod tiles;
 
-use kernels::adamw::{Master, TileFormat};
+use kernels::adamw::TileFormat;
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
 use crate::computation::{AttentionKernel, Checkpointing};
-use crate::config::{MasterType, OptimizerDevice, RunSettings, Stage, Tier};
-use crate::model::{Dtype, UnitLayout, unit_layouts};
+use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
+use crate::model::{UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
@@ -171,19 +171,7 @@ impl Plan {
     /// Like [`Plan::new`], without searching for settings that would fit.
     fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let units = unit_layouts(&settings.model);
-        let master = match settings.dtype {
-            Dtype::Bf16 => match settings.optimizer.master {
-                MasterType::Fp32 => Master::SplitBf16,
-                MasterType::Bf16 => Master::Bf16,
-            },
-            Dtype::Fp16 => Master::Fp16WholeMaster,
-            Dtype::Fp32 => Master::Fp32,
-        };
-        let format = TileFormat {
-            rule: settings.optimizer.kind.into(),
-            master,
-            moments: settings.optimizer.moments.into(),
-        };
+        let format = settings.tile_format();
         let mut swapper = swapper_settings(settings, &units, format);
         // Planned with the fewest slots first; staging is chosen once everything else is known.
         let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);

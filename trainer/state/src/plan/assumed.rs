@@ -19,12 +19,6 @@ pub fn bus_bytes_per_s(link: Option<Link>) -> f64 {
     link.map_or(BUS_BYTES_PER_S, |link| BUS_SHARE * link.bytes_per_s())
 }
 
-/// Parameters that one core updates in a second: 16 together reached 5.0 to 5.6 G (split bf16 master, AVX-512).
-pub const UPDATE_PARAMS_PER_S: f64 = 0.35e9;
-
-/// The same with masters in bf16, which are rounded by chance: 16 cores together reached 4.0 G.
-pub const UPDATE_PARAMS_PER_S_BF16: f64 = 0.25e9;
-
 #[cfg(test)]
 mod tests {
     use super::*;
