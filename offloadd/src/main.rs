@@ -102,8 +102,9 @@ Prints each problem with a command that fixes it, or the complete settings as th
   offloadd doctor /mnt/nvme0 /mnt/nvme1                      # before there is a store: directories or block devices
   offloadd doctor --config /etc/offloadd/offloadd.toml --json
 
-Checks the kernel, io_uring, memory limits and huge pages; for each device direct I/O, space and file system. Changes nothing.
-Each hint or problem comes with a command that fixes it.")]
+Checks the kernel, io_uring, memory limits and huge pages; for each device direct I/O, space and file system. Of NVIDIA's GPUs it
+says what their driver tells, and with `trainer` beside it how fast they copy, and whether torch, NCCL and cuDNN are found.
+Changes nothing. Each hint or problem comes with a command that fixes it.")]
     Doctor {
         /// Directories and devices to check
         #[arg(value_name = "PATH")]

@@ -136,6 +136,9 @@ pub enum Command {
     /// Say whether `train` and `launch` find libtorch, for scripts that install; fails with what to do if not.
     #[command(hide = true)]
     CheckLibtorch,
+    /// Print facts about the GPUs as JSON, for `offloadd doctor`.
+    #[command(hide = true)]
+    GpuFacts,
 }
 
 /// Arguments of `trainer train`.
@@ -288,6 +291,10 @@ pub fn run(command: Command, torch: AskTorch) -> anyhow::Result<u8> {
         }
         Command::Completions(args) => documents::completions(&args, Cli::command()),
         Command::CheckLibtorch => with_torch::check().map_err(anyhow::Error::msg)?,
+        Command::GpuFacts => {
+            let facts = cli::gpu_facts::facts(torch)?;
+            outln!("{}", serde_json::to_string(&facts)?);
+        }
         Command::Man(args) => documents::man(&args, Section::Users, Cli::command())?,
         Command::Export(args) => cli::export::run(args)?,
         Command::Fingerprint { run, checkpoint } => {

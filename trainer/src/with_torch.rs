@@ -72,10 +72,7 @@ pub fn ask_torch(gpu: &GpuInfo) -> TorchSupport {
             format!("{PROGRAM} ended with {}: {}", output.status, said.trim())
         })
     };
-    ask().unwrap_or_else(|why| TorchSupport {
-        unusable: Some(why.clone()),
-        no_cudnn: Some(why),
-    })
+    ask().unwrap_or_else(|why| TorchSupport::none(&why))
 }
 
 /// The program with what its libraries need in the environment.

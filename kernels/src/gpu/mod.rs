@@ -18,6 +18,7 @@
 
 mod buffer;
 mod compiler;
+mod copy_rates;
 mod device;
 mod error;
 mod fp8;
@@ -37,6 +38,7 @@ use std::fmt;
 
 pub use buffer::{DeviceAt, DeviceBuffer, Registration};
 pub use compiler::{CompileOptions, Compiler};
+pub use copy_rates::CopyRates;
 pub use device::{Gpu, GpuInfo};
 pub use error::GpuError;
 pub use fp8::{FP8_ALIGN, Fp8Addresses, Fp8Format, Fp8Kernels};

@@ -45,6 +45,22 @@ fn pieces_arrive_at_their_offsets_both_ways() {
 }
 
 #[test]
+fn rates_of_copies_both_ways_are_those_of_copies_that_were_made() {
+    let Some(gpu) = gpu() else { return };
+    let start = std::time::Instant::now();
+    let rates = gpu.copy_rates().unwrap();
+    let elapsed_s = start.elapsed().as_secs_f64();
+    println!("{rates:?}");
+    for rate in [rates.to_gpu_bytes_per_s, rates.from_gpu_bytes_per_s] {
+        // 512 MiB each way were copied within this time.
+        assert!(
+            (536_870_912.0 / elapsed_s..1e12).contains(&rate),
+            "{rates:?} in {elapsed_s} s"
+        );
+    }
+}
+
+#[test]
 fn copies_within_the_device_and_zeros_touch_their_range_only() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();

@@ -42,7 +42,9 @@ mod settings;
 
 pub use attention::{attention_of_documents, has_attention_of_documents};
 pub use autograd::vjp;
-pub use cudnn::{AttentionOutput, CudnnAttention, CudnnError, PackedDocuments, find_cudnn};
+pub use cudnn::{
+    AttentionOutput, CudnnAttention, CudnnError, PackedDocuments, cudnn_version, find_cudnn,
+};
 pub use device::{
     CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, gpu_memory,
     load_gpu_half, use_gpu,

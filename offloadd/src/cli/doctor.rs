@@ -9,7 +9,7 @@ use offload_support::outln;
 use offload_support::units::CountOf;
 use offloadd::check::check;
 use offloadd::config::Config;
-use offloadd::doctor::{Roots, examine};
+use offloadd::doctor::{Roots, ask_trainer, examine};
 use offloadd::findings::{Severity, worst};
 use serde_json::json;
 
@@ -41,6 +41,7 @@ pub(crate) fn run(
     findings.extend(examine(
         &Roots::default(),
         NvidiaGpus::of_this_machine(),
+        ask_trainer,
         config.as_ref(),
         &paths,
     ));

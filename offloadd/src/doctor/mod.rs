@@ -4,22 +4,28 @@
 //!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors
 //!   drives ── the place of each device: file system, free space, direct I/O
 //!   links ── PCIe links of GPUs and NVMe drives, GPU drivers, the drives' schedulers      gpus ── what NVIDIA's driver says of them
+//!   gpu_facts ── what `trainer` says of them (ask_trainer): rates of copies, torch, NCCL, cuDNN
 //! ```
 //!
 //! Nothing is changed. Files of the kernel are read below [`Roots`], so that tests can describe machines.
 
 use std::path::{Path, PathBuf};
 
+use offload_support::gpu_facts::GpuFacts;
 use offload_support::nvidia::NvidiaGpus;
 
 use crate::config::Config;
 use crate::findings::Finding;
 
+mod ask_trainer;
 mod drives;
+mod gpu_facts;
 mod gpus;
 mod kernel;
 mod links;
 mod memory;
+
+pub use ask_trainer::{AskTrainerError, ask_trainer};
 
 /// Directories in which the kernel describes the machine.
 #[derive(Clone, Debug)]
@@ -66,10 +72,12 @@ pub fn huge_pages(roots: &Roots) -> Option<String> {
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Checks the machine, `nvidia`'s GPUs, and `paths`, which are devices or directories for them.
+/// Checks the machine, `nvidia`'s GPUs, and `paths`, which are devices or directories for them. `trainer` is asked only where
+/// there are GPUs.
 pub fn examine(
     roots: &Roots,
     nvidia: Option<NvidiaGpus>,
+    trainer: impl FnOnce() -> Result<GpuFacts, AskTrainerError>,
     config: Option<&Config>,
     paths: &[PathBuf],
 ) -> Vec<Finding> {
@@ -83,7 +91,11 @@ pub fn examine(
     findings.push(memory::descriptors(config));
     findings.extend(drives::examine(roots, paths));
     findings.extend(links::examine(roots));
+    let has_gpus = nvidia.as_ref().is_some_and(|found| !found.gpus.is_empty());
     findings.extend(gpus::examine(nvidia));
+    if has_gpus {
+        findings.extend(gpu_facts::examine(trainer()));
+    }
     findings
 }
 
@@ -130,7 +142,25 @@ mod tests {
     fn a_machine_that_says_nothing_is_no_reason_to_panic() {
         let machine = Machine::new(&[], &[]);
         let dir = tempfile::tempdir().unwrap();
-        let found = examine(&machine.roots, None, None, &[dir.path().to_owned()]);
+        let no_gpu = || unreachable!("trainer is asked only where there are GPUs");
+        let places = [dir.path().to_owned()];
+        let found = examine(&machine.roots, None, no_gpu, None, &places);
         assert!(found.len() > 6, "{found:?}");
+        let nvidia = NvidiaGpus {
+            gpus: vec![Default::default()],
+            ..Default::default()
+        };
+        let no_answer = || {
+            Err(AskTrainerError::Start {
+                program: "trainer".into(),
+                error: std::io::ErrorKind::NotFound.into(),
+            })
+        };
+        let beside = examine(&machine.roots, Some(nvidia), no_answer, None, &places);
+        let said = |one: &Finding| one.subject == "GPU facts";
+        assert!(
+            beside.iter().any(said) && !found.iter().any(said),
+            "{beside:?}"
+        );
     }
 }

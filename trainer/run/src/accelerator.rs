@@ -1,17 +1,34 @@
 //! Finds the GPU that a process computes on, or the reason why there is none.
 
 use kernels::gpu::{Gpu, GpuError, GpuInfo};
+use offload_support::gpu_facts::LibraryFact;
 use serde::{Deserialize, Serialize};
 
 use crate::config::DeviceChoice;
 
 /// What the installed torch can do on a GPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TorchSupport {
     /// Why torch cannot compute on the GPU; `None` if it can.
     pub unusable: Option<String>,
     /// Why cuDNN's attention cannot be used there; `None` if it can.
     pub no_cudnn: Option<String>,
+    /// cuDNN, which attention is computed with on some GPUs.
+    pub cudnn: LibraryFact,
+    /// NCCL, or RCCL for AMD's GPUs.
+    pub nccl: LibraryFact,
+}
+
+impl TorchSupport {
+    /// Support that cannot be had, and why.
+    pub fn none(why: &str) -> Self {
+        Self {
+            unusable: Some(why.to_owned()),
+            no_cudnn: Some(why.to_owned()),
+            cudnn: LibraryFact::Missing(why.to_owned()),
+            nccl: LibraryFact::Missing(why.to_owned()),
+        }
+    }
 }
 
 /// Asks torch about a GPU that was found. The program that trains asks the torch that it is linked with; another one asks that program.
@@ -19,11 +36,7 @@ pub type AskTorch = fn(&GpuInfo) -> TorchSupport;
 
 /// For what reads or plans without computing on a GPU of this machine.
 pub fn without_torch(_: &GpuInfo) -> TorchSupport {
-    let why = "this command does not use torch".to_owned();
-    TorchSupport {
-        unusable: Some(why.clone()),
-        no_cudnn: Some(why),
-    }
+    TorchSupport::none("this command does not use torch")
 }
 
 /// Error of opening a GPU.

@@ -1,6 +1,7 @@
 //! Commands whose arguments need a file of their own.
 
 pub(crate) mod export;
+pub(crate) mod gpu_facts;
 pub(crate) mod init;
 pub(crate) mod plan;
 pub(crate) mod preview_data;

@@ -31,5 +31,5 @@ mod tcp_heartbeat_store;
 pub use comm::Comm;
 pub use exchange::{ExchangeError, TensorExchange};
 pub use launchers::LauncherStore;
-pub use nccl::GpuComm;
+pub use nccl::{GpuComm, nccl_version};
 pub use pending::Pending;

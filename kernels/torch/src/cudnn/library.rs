@@ -44,17 +44,24 @@ impl Library9 {
     fn find(dirs: &[PathBuf]) -> Result<Self, String> {
         let (library, name) = open_first(&NAMES, dirs).map_err(|tried| tried.join("; "))?;
         let found = Self::load(library).map_err(|why| format!("{name}: {why}"))?;
-        // SAFETY: no arguments.
-        let version = unsafe { (found.version)() };
-        if version < VERSION_MIN {
-            let dotted = |v: usize| format!("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
+        if found.version() < VERSION_MIN {
             return Err(format!(
                 "{name} is version {}, older than {}",
-                dotted(version),
+                found.version_text(),
                 dotted(VERSION_MIN)
             ));
         }
         Ok(found)
+    }
+
+    fn version(&self) -> usize {
+        // SAFETY: no arguments.
+        unsafe { (self.version)() }
+    }
+
+    /// Such as 9.19.0.
+    pub(super) fn version_text(&self) -> String {
+        dotted(self.version())
     }
 
     fn load(library: &'static Library) -> Result<Self, String> {
@@ -92,6 +99,16 @@ impl Library9 {
             message: message.trim().replace('\n', "; "),
         })
     }
+}
+
+/// The text of a version such as 91900.
+fn dotted(version: usize) -> String {
+    format!(
+        "{}.{}.{}",
+        version / 10000,
+        version / 100 % 100,
+        version % 100
+    )
 }
 
 /// # Safety

@@ -81,9 +81,21 @@ fn library_for(gpu: &GpuInfo) -> Result<&'static Library9, TorchError> {
         }
         .into());
     }
+    library()
+}
+
+fn library() -> Result<&'static Library9, TorchError> {
     // It loads cuDNN too, which then is found by its name.
     load_gpu_half()?;
     Ok(Library9::open(&dirs_of_loaded("libcudnn"))?)
+}
+
+/// Version of the library beside torch's GPU half, on any GPU.
+///
+/// # Errors
+/// It was not found, lacks a function or is too old.
+pub fn cudnn_version() -> Result<String, TorchError> {
+    Ok(library()?.version_text())
 }
 
 /// Returns the chunk's part of `x` [batch, heads, ..], which has `heads` heads.

@@ -21,7 +21,7 @@ use tch::Tensor;
 use super::Comm;
 use super::connect::left_alone;
 use crate::device_of;
-use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
+use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream, Vendor};
 use kernels::reduce::GradType;
 use training_ranks::CollectiveError;
 
@@ -44,6 +44,20 @@ enum NcclType {
     Fp32 = 7,
     Fp64 = 8,
     Bf16 = 9,
+}
+
+/// Version of the library for GPUs of `vendor`: NCCL or RCCL.
+///
+/// # Errors
+/// It was not found, or lacks a function.
+pub fn nccl_version(vendor: Vendor) -> Result<String, CollectiveError> {
+    let version = Table::open(vendor)?.version()?;
+    Ok(format!(
+        "{}.{}.{}",
+        version / 10_000,
+        version / 100 % 100,
+        version % 100
+    ))
 }
 
 impl GpuComm {
