@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measures AdamW on processors: this project's kernel, torch.optim.AdamW as loop, foreach and fused, and DeepSpeed's CPUAdam where it is installed.
+"""Measures AdamW on processors: this project's kernel, torch.optim.AdamW as loop, foreach and fused, and DeepSpeed's CPUAdam, if it is installed.
 
     trainer/bench/cpu_adamw.py --million 256 --threads 1 2
 
 torch's and DeepSpeed's have fp32 weights, gradients and moments and move 28 bytes a parameter; the kernel also has the trainer's formats. Needs
-`cargo build --release -p kernels --example adamw_speed`. A row is the best of some passes over parameters that together exceed every cache.
+`cargo build --release -p kernels --example adamw_speed`. DeepSpeed compiles its own with this machine's compiler: `pip install deepspeed ninja`.
+A row is the best of some passes over parameters that together exceed every cache.
 """
 
 import argparse
@@ -21,6 +22,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 PASSES = 5
 # Elements of a parameter: one matrix of a block of a model of 7 G parameters.
 PARAM_ELEMS = 16 << 20
+NAME_COLUMNS = 46
+DEEPSPEED = "DeepSpeed, DeepSpeedCPUAdam"
 KINDS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 # What the kernel calls its formats, what they are, and bytes that a parameter moves.
 FORMATS = {
@@ -42,7 +45,8 @@ def main():
         sys.exit(f"{args.kernel} is missing: cargo build --release -p kernels --example adamw_speed")
     ours = subprocess.run([args.kernel, str(args.million), "AdamW"], capture_output=True, text=True, check=True)
     rates = {(kind, int(threads)): float(rate) for kind, threads, rate in OURS.findall(ours.stdout)}
-    print(f"{'AdamW':40} {'threads':>7} {'G parameters/s':>14} {'GB/s':>6}")
+    print(f"{'AdamW':{NAME_COLUMNS}} {'threads':>7} {'G parameters/s':>14} {'GB/s':>6}")
+    adam, why_not = cpu_adam()
     for threads in args.threads:
         for kind, (name, bytes_each) in FORMATS.items():
             if (kind, threads) in rates:
@@ -50,20 +54,23 @@ def main():
         torch.set_num_threads(threads)
         for name, words in KINDS.items():
             show(f"torch.optim.AdamW, {name}", threads, rate_of(lambda params, words=words: torch.optim.AdamW(params, **words), args.million), 28)
-        if adam := cpu_adam():
-            show("DeepSpeed, DeepSpeedCPUAdam", threads, rate_of(adam, args.million), 28)
+        if adam:
+            show(DEEPSPEED, threads, rate_of(adam, args.million), 28)
+        else:
+            print(f"{DEEPSPEED:{NAME_COLUMNS}} {threads:7} {why_not}")
 
 
 def cpu_adam():
-    """Makes DeepSpeed's optimizer, which compiles itself; None where it is not installed or does not compile."""
+    """DeepSpeed's optimizer, which compiles itself for this processor, or why there is none."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(8))])
+    except ImportError as error:
+        return None, f"not installed: {error}"
     except Exception as error:
-        print(f"no DeepSpeedCPUAdam: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", file=sys.stderr)
-        return None
-    return DeepSpeedCPUAdam
+        return None, f"does not compile: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return DeepSpeedCPUAdam, ""
 
 
 def rate_of(make, million):
@@ -80,7 +87,7 @@ def rate_of(make, million):
 
 
 def show(name, threads, rate, bytes_each):
-    print(f"{name:40} {threads:7} {rate:14.2f} {rate * bytes_each:6.1f}", flush=True)
+    print(f"{name:{NAME_COLUMNS}} {threads:7} {rate:14.2f} {rate * bytes_each:6.1f}", flush=True)
 
 
 if __name__ == "__main__":
