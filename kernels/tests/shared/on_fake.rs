@@ -1,12 +1,16 @@
 //! Runs tests of the program that contains it again, on a fake GPU driver (`tests/gpu/fake`).
 
-use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+use self::library_path::before_others;
+
+#[path = "library_path.rs"]
+mod library_path;
 
 /// Variable that tells the fake driver the path of its own library, for the kernels it compiles.
 pub(crate) const DRIVER: &str = "KERNELS_FAKE";
@@ -88,16 +92,6 @@ pub(crate) fn run_on_fake(
         let ran = |line: &str| line.contains(part) && line.ends_with(" ... ok");
         assert!(output.lines().any(ran), "no test {part}:\n{output}");
     }
-}
-
-/// A value of LD_LIBRARY_PATH with `dir` first: a program that was carried finds torch by the others.
-fn before_others(dir: &Path) -> OsString {
-    let mut path = dir.as_os_str().to_owned();
-    if let Some(others) = std::env::var_os("LD_LIBRARY_PATH") {
-        path.push(":");
-        path.push(others);
-    }
-    path
 }
 
 /// Waits for the process; `None` if it had to be killed, because the work of a stream never ended.

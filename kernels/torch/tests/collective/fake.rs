@@ -6,6 +6,8 @@
 use std::path::Path;
 use std::process::Command;
 
+use crate::library_path::before_others;
+
 const DIR: &str = "KERNELS_FAKE";
 
 #[test]
@@ -45,13 +47,9 @@ fn the_tests_of_gpus_together_hold_on_a_fake() {
     let nccl = package.join("tests/collective/fake/nccl.cc");
     build(&nccl, "libnccl.so.2", &[&driver]);
     std::os::unix::fs::symlink("libcuda.so.1", dir.path().join("libnvrtc.so.13")).unwrap();
-    // A program that was carried to another machine finds torch by the directories that are there already.
-    let others = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let places = [dir.path().to_owned()].into_iter();
-    let libraries = std::env::join_paths(places.chain(std::env::split_paths(&others))).unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["gpus::", "--show-output", "--test-threads=1"])
-        .env("LD_LIBRARY_PATH", libraries)
+        .env("LD_LIBRARY_PATH", before_others(dir.path()))
         .env(DIR, dir.path())
         .env("KERNELS_FAKE_GPUS", "3")
         .output()

@@ -6,5 +6,7 @@ mod fake;
 mod gone;
 mod gpus;
 mod harness;
+#[path = "../../../tests/shared/library_path.rs"]
+mod library_path;
 mod rendezvous;
 mod values;
