@@ -7,7 +7,6 @@ use std::sync::Arc;
 use kernels::adamw::{Master, Moments, TileFormat, UpdateRule};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
-use offload_support::energy::EnergyMeter;
 use pyo3::prelude::*;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
@@ -384,10 +383,9 @@ pub(crate) fn open(
         let _ = measured.write(&plan.run_dir);
     }
     let gpu = plan.compute_gpu.and_then(|index| Gpu::open(index).ok());
-    let gpu = gpu.as_ref().map(|gpu| gpu.info().pci.as_str());
-    let energy = EnergyMeter::new(gpu, true);
+    let gpu = gpu.map(|gpu| gpu.info().pci.clone());
     let run = OpenRun {
-        reporter: Reporter::new(&settings, bytes, &opened, energy),
+        reporter: Reporter::new(&settings, bytes, &opened, gpu),
         clock: Clock::new(),
         io: StepIo::default(),
         swapper,

@@ -105,9 +105,10 @@ pub(crate) struct Reporter {
     host_bytes: u64,
     /// Generation that the store resumed from, and its devices, until the files are opened first.
     resumed: Option<(u64, Vec<String>)>,
-    files: Option<(MetricsFile, Monitors)>,
-    /// Counts from the end of the step before.
-    energy: EnergyMeter,
+    /// Address of the GPU whose energy is counted.
+    gpu: Option<String>,
+    /// What a process that writes reports has. The energy counts from the end of the step before.
+    files: Option<(MetricsFile, Monitors, EnergyMeter)>,
 }
 
 impl Reporter {
@@ -115,10 +116,10 @@ impl Reporter {
         settings: &SwapperSettings,
         bytes: StepBytes,
         opened: &OpenReport,
-        energy: EnergyMeter,
+        gpu: Option<String>,
     ) -> Self {
         Self {
-            energy,
+            gpu,
             schedule: settings.schedule,
             bytes,
             rates: opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY)),
@@ -156,7 +157,8 @@ impl Reporter {
             MetricsFile::open(run_dir, step).map_err(|error| Error::new_err(error.to_string()))?;
         let monitors =
             Monitors::open(&reports, samples).map_err(|error| Error::new_err(error.to_string()))?;
-        self.files = Some((metrics, monitors));
+        let energy = EnergyMeter::new(self.gpu.as_deref(), true);
+        self.files = Some((metrics, monitors, energy));
         Ok(older)
     }
 
@@ -200,10 +202,10 @@ impl Reporter {
             written_bytes: io.written_bytes,
             generation: io.generation,
         };
-        let Some((file, monitors)) = &mut self.files else {
+        let Some((file, monitors, energy)) = &mut self.files else {
             return Ok(facts);
         };
-        let energy = self.energy.joules_since_last();
+        let energy = energy.joules_since_last();
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let metrics = StepMetrics {
             step: step.step,
