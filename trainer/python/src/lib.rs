@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use kernels::reduce::GradType;
+use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
@@ -627,8 +628,25 @@ impl Core {
     }
 }
 
+/// What the Python files take this module for.
+const INTERFACE: &str = include_str!("../python/offloadd/_offloadd.pyi");
+
+/// Refuses Python files that were made for another build of this module, by the description of it that lies beside them.
+fn check_python_files(py: Python<'_>) -> PyResult<()> {
+    let package = PathBuf::from(py.import("offloadd")?.filename()?.to_string());
+    match std::fs::read_to_string(package.with_file_name("_offloadd.pyi")) {
+        Ok(found) if found != INTERFACE => Err(PyImportError::new_err(format!(
+            "{}: the extension _offloadd beside it was built for other Python files: install both again (pip install .), or build it (make python)",
+            package.display()
+        ))),
+        // A copy of the package without it says nothing.
+        _ => Ok(()),
+    }
+}
+
 #[pymodule]
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    check_python_files(module.py())?;
     module.add("STORE_FILE", training_state::store::PACKAGE_RUN_FILE)?;
     module.add_class::<Core>()?;
     module.add_class::<Daemon>()?;

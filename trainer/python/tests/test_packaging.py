@@ -66,6 +66,20 @@ def test_the_stub_has_the_names_and_arguments_of_the_extension():
         assert stub[name] == expected, name
 
 
+def test_python_files_of_another_build_are_refused_by_name(tmp_path):
+    ours = pathlib.Path(_program.__file__).parent
+    package = tmp_path / "offloadd"
+    package.mkdir()
+    for file in ("__init__.py", pathlib.Path(_offloadd.__file__).name):
+        (package / file).symlink_to(ours / file)
+    importing = [sys.executable, "-c", "import offloadd._offloadd"]
+    for stub, refused in (((ours / "_offloadd.pyi").read_text() + "def more() -> None: ...\n", True), ((ours / "_offloadd.pyi").read_text(), False)):
+        (package / "_offloadd.pyi").write_text(stub)
+        found = subprocess.run(importing, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+        assert (found.returncode != 0) == refused, found.stderr
+        assert not refused or f"ImportError: {package}/__init__.py: the extension _offloadd beside it was built for other Python files" in found.stderr
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """A directory of a torch of version 2.11.0, and what is run in the end."""
