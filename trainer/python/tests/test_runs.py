@@ -394,6 +394,28 @@ def test_gradients_in_tiles_are_scaled_and_read(tmp_path):
         optimizer.step()
 
 
+def resident_mib():
+    return int(re.search(r"RssAnon:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
+
+
+@needs_daemon
+@pytest.mark.parametrize("kind", ["prepare", "optim"])
+def test_memory_that_a_script_has_freed_is_the_systems_after_the_start(tmp_path, kind):
+    model = model_of()
+    blocks = [torch.ones(60_000, dtype=torch.uint8) for _ in range(2000)]
+    # What is in use above freed memory makes the C library keep that.
+    above = blocks[-1]
+    del blocks
+    before = resident_mib()
+    if kind == "prepare":
+        offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config("cpu", tmp_path), run_dir=tmp_path / "run").close()
+    else:
+        optimizer = offloadd.optim.AdamW(model.parameters(), options={"program": PROGRAM})
+        optimizer.resume()
+        optimizer.close()
+    assert before - resident_mib() > 80 and above[0] == 1
+
+
 def test_a_prepared_model_is_not_prepared_twice(tmp_path):
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())

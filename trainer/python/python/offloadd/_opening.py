@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 from pathlib import Path
@@ -41,6 +42,14 @@ def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: S
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.requires_grad and id(param) not in managed:
             raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
+
+
+def trim_heap() -> None:
+    """Returns to the system what the C library keeps of freed memory: that of weights, which are in tiles now, and of what they came from."""
+    # Only glibc has it.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def check_track(track: Sequence[Any]) -> None:

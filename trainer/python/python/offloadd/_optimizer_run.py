@@ -102,6 +102,7 @@ def open_run(
             raise
         if early:
             run.beside.take_early()
+        _opening.trim_heap()
         return run
     except BaseException as error:
         ranks.meetings.end(f"{type(error).__name__}: {error}")

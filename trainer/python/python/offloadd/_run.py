@@ -126,6 +126,7 @@ def prepare(
             for one in chunks:
                 one.end()
     renew(optimizer_of_script)
+    _opening.trim_heap()
     return run
 
 
