@@ -237,8 +237,8 @@ def check_early(units: Sequence[ParamUnit], ranks: int, what: str) -> None:
 def param_units(
     named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = (), align_elems: int = ALIGN_ELEMS
 ) -> list[ParamUnit]:
-    """Units of the parameters, in their order, by their type, that of their gradients and whether they are divided. `elems_of` has the elements of each parameter that each
-    rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
+    """Units of the parameters, in their order, by their type, that of their gradients and whether they are divided. `elems_of` has the elements of each
+    parameter that each rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
     units: list[ParamUnit] = []
     open_: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Piece]] = {}
 
