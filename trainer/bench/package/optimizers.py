@@ -7,19 +7,21 @@
 The table's Llama of 1.345 G parameters with random weights, bf16, 16 k tokens a step, blocks checkpointed, gradients clipped to a norm of 1 but in the
 rows that say otherwise.
 
-torch        fp32 masters and moments on the GPU, torch.optim.AdamW, fused
-host         offloadd.optim.AdamW, masters and moments in host memory
-overlap      the same with overlap_backward=True
-begun        the same with update_in_backward(), not clipped
-drive        as host, in files in --directory (a temporary directory)
-drive-begun  as begun, there
-torchao      CPUOffloadOptimizer: bf16 weights and moments, no masters, gradients that leave before they are clipped: less to do, other results
-fsdp2        CPUOffloadPolicy, one rank: fp32 parameters in host memory too (trainer/bench/fsdp_peer.py)
-zero2        DeepSpeed ZeRO-2, its optimizer in host memory (trainer/bench/deepspeed_peer.py)
+torch          fp32 masters and moments on the GPU, torch.optim.AdamW, fused
+host           offloadd.optim.AdamW, masters and moments in host memory
+overlap        the same with overlap_backward=True
+begun          the same with update_in_backward(), not clipped
+drive          as host, in files in --directory (a temporary directory)
+drive-overlap  as overlap, there, with overlap_commit=True
+drive-begun    as begun, there
+torchao        CPUOffloadOptimizer: bf16 weights and moments, no masters, gradients that leave before they are clipped: less to do, other results
+fsdp2          CPUOffloadPolicy, one rank: fp32 parameters in host memory too (trainer/bench/fsdp_peer.py)
+zero2          DeepSpeed ZeRO-2, its optimizer in host memory (trainer/bench/deepspeed_peer.py)
 
 A row is a process and a line of JSON, printed when it ends. bound_s, of rows of ours: forward and backward of the row itself (without updates in
-it), then the gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned memory; on drives, the run's own
-bound if that is longer. of_the_bound: bound_s / step_s.
+it), then bus_s or memory_s, the longer one: gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned memory;
+what an update reads and writes of host memory, at the rate of a copy there. Updates that begin in backward need not follow it: their bound is the
+longest of the three. On drives, the run's own bound if that is longer. of_the_bound: bound_s / step_s.
 """
 
 import argparse
@@ -40,10 +42,13 @@ sys.path[:0] = [str(PEERS), str(HERE.parents[1] / "python/python")]
 import rows  # noqa: E402
 
 # Those of ours, and whether their updates begin in backward.
-OURS = {"host": False, "overlap": False, "begun": True, "drive": False, "drive-begun": True}
+OURS = {"host": False, "overlap": False, "begun": True, "drive": False, "drive-overlap": False, "drive-begun": True}
 ROWS = ("torch", *OURS, "torchao", "fsdp2", "zero2")
 # Program and arguments of rows that are measured elsewhere, and the module that each needs.
 ELSEWHERE = {"fsdp2": ("fsdp_peer.py", ["cpu"], "torch"), "zero2": ("deepspeed_peer.py", ["cpu-opt", "--stage", "2"], "deepspeed")}
+# Bytes of host memory that an update reads and writes for a parameter: tiles of bf16 parameters, the other halves of their masters and fp32 moments, and
+# a gradient in bf16, read; the tiles, written.
+UPDATE_BYTES = 14 + 2 + 14
 OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -191,7 +196,13 @@ def optimizer_of(args, model, temporary):
     directory = (args.directory or [temporary]) if args.row.startswith("drive") else None
     options = {"program": args.program} if args.program else None
     where = [pathlib.Path(one) / "offloadd-optimizers" for one in directory] if directory else None
-    given = {**OPTIMIZER, "directory": where, "options": options, "overlap_backward": args.row == "overlap"}
+    given = {
+        **OPTIMIZER,
+        "directory": where,
+        "options": options,
+        "overlap_backward": args.row.endswith("overlap"),
+        "overlap_commit": args.row == "drive-overlap",
+    }
     return offloadd.optim.AdamW(model.named_parameters(), **given), offloadd.optim.clip_grad_norm_
 
 
@@ -219,13 +230,29 @@ class WithMasters:
         """Gradients are gone with the step."""
 
 
+def host_rate():
+    """Bytes a second that a copy in host memory reads and writes together, on all cores."""
+    import torch
+
+    source = torch.zeros(1 << 28, dtype=torch.float32)
+    to, took = torch.zeros_like(source), []
+    for _ in range(5):
+        began = time.perf_counter()
+        to.copy_(source)
+        took.append(time.perf_counter() - began)
+    return 2 * source.nbytes / min(took)
+
+
 def bound_of(args, optimizer, params, compute_s, rates):
     """The least seconds of a step of ours."""
     to_gpu, from_gpu = rates
     bus_s = max(2 * params / to_gpu, 2 * params / from_gpu) if to_gpu else 0.0
+    memory_s = UPDATE_BYTES * params / host_rate()
+    update_s = max(bus_s, memory_s)
     run = optimizer._run
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    found = {"bus_s": bus_s, "bound_s": compute_s + bus_s, "host_gib": last["host_bytes"] / 2**30, "read_bytes": last["device_read_bytes"]}
+    bound_s = max(compute_s, update_s) if OURS[args.row] else compute_s + update_s
+    found = {"bus_s": bus_s, "memory_s": memory_s, "bound_s": bound_s, "host_gib": last["host_bytes"] / 2**30, "read_bytes": last["device_read_bytes"]}
     if args.row.startswith("drive"):
         found |= {"written_bytes": last["device_written_bytes"], "drive_bound_s": last["bound_s"]}
         found["bound_s"] = max(found["bound_s"], last["bound_s"])

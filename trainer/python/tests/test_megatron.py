@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer import TransformerConfig
 
 import offloadd
 from offloadd import _param_units
@@ -24,6 +21,10 @@ STEPS = 6
 @contextlib.contextmanager
 def on_processor():
     """Lets Megatron have its buffers, which lie on the current GPU, on the processor. Gives what it wants to know of a model."""
+    # Its import takes seconds, and other tests do not need it.
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
     with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"):
@@ -32,6 +33,8 @@ def on_processor():
 
 def wrapped(model, **more):
     """The model as Megatron wraps it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     with on_processor() as config:
         return DistributedDataParallel(config, DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **more}), model)
 

@@ -538,6 +538,29 @@ def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path, rule, mast
     assert not killed and list(dict.fromkeys([*lines, *found[1:]])) == whole[1:]
 
 
+@needs_daemon
+def test_a_commit_beside_the_next_step_loses_at_most_one_step(tmp_path, monkeypatch):
+    whole, _ = script(tmp_path / "whole", dtype="bfloat16")
+    lines, ended = {}, 0
+    for kill, steps in [((3, None), 3), ((5, "finish"), 4), ((7, None), 7)]:
+        found, killed = script(tmp_path / "killed", dtype="bfloat16", overlap_commit=True, kill=kill)
+        assert killed and found[0] in {f"resumed {max(0, ended - 1)}", f"resumed {ended}"}, (kill, found)
+        lines.update(dict.fromkeys(found[1:]))
+        ended = steps
+    found, _ = script(tmp_path / "killed", dtype="bfloat16", overlap_commit=True)
+    assert found[0] in {"resumed 6", "resumed 7"} and list(dict.fromkeys([*lines, *found[1:]])) == whole[1:]
+    model = model_of()
+    optimizer = adamw(model.named_parameters(), tmp_path / "drive", overlap_commit=True)
+    optimizer.resume()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._run, "drain", lambda: pytest.fail("a step waited for its commit"))
+        train(model, optimizer, batches(3))
+    optimizer.close()
+    optimizer = adamw(model_of().named_parameters(), tmp_path / "drive")
+    assert optimizer.resume() == 3
+    optimizer.close()
+
+
 @pytest.fixture
 def daemon(tmp_path):
     """The socket of a daemon that others use too."""

@@ -68,10 +68,17 @@ _WHOLE = "whole on each rank"
 
 
 def open_run(
-    optimizer: torch.optim.Optimizer, settings: Settings, directory: Optional[Path], resume: bool, track: Sequence[Any], early: bool = False
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    directory: Optional[Path],
+    resume: bool,
+    track: Sequence[Any],
+    early: bool = False,
+    overlap_commit: bool = False,
 ) -> "OptimizerRun":
     """Opens the run of an optimizer in its directory, or in a temporary one, and begins it or, with `resume`, continues after its last
-    committed step. The states of the objects `track` are committed too. `early` takes gradients in backward. All ranks must call it."""
+    committed step. The states of the objects `track` are committed too. `early` takes gradients in backward. With `overlap_commit` a step does not
+    wait for its commit. All ranks must call it."""
     _opening.check_track(track)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
@@ -96,7 +103,7 @@ def open_run(
         plan = ranks.on_all_ranks("plan the optimizer's state", lambda: _plan(settings, directory, units, ranks, gpu))
         claim(plan.run_dir, "an optimizer")
         try:
-            run = OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track)
+            run = OptimizerRun(optimizer, plan, named, units, ranks, resume, temporary, track, overlap_commit)
         except BaseException:
             disclaim(plan.run_dir)
             raise
@@ -144,7 +151,9 @@ class OptimizerRun:
         resume: bool,
         temporary: Optional[str],
         track: Sequence[Any],
+        overlap_commit: bool,
     ) -> None:
+        self._overlap_commit = overlap_commit
         self.optimizer, self.ranks, self.plan, self.settings, self.run_dir = optimizer, ranks, plan, plan.settings, plan.run_dir
         self.closed, self._process, self._temporary = True, os.getpid(), temporary
         self._muon = {id(piece.param) for unit in units if unit.muon for piece in unit.params}
@@ -327,7 +336,11 @@ class OptimizerRun:
         core.begin_step()
         self._uncommitted += 1
         if self._uncommitted == self.settings.commit_every:
-            interrupts.repeat(self.drain)
+            if self._overlap_commit:
+                # The engine has begun it, and ends it before another step ends.
+                self._uncommitted = 0
+            else:
+                interrupts.repeat(self.drain)
         commits.reports.step(self.steps_done, norm)
         interrupts.end()
 

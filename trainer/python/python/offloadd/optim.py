@@ -56,13 +56,14 @@ class _Alone(PreparedOptimizer):
         master: str,
         commit_every: int,
         overlap_backward: bool,
+        overlap_commit: bool,
         options: Optional[Mapping[str, Any]],
         changing: Mapping[str, bool],
     ) -> None:
         """What comes before that of torch.optim. `changing` has options that change the update."""
         self._run: Optional[OptimizerRun] = None
         self._state_copies = StateCopies("optimizer")
-        self._number, self._overlap = next(_numbers), overlap_backward
+        self._number, self._overlap_backward, self._overlap_commit = next(_numbers), overlap_backward, overlap_commit
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
         self._settings = _settings(directories, socket, {"moments": moments, "master": master, "commit_every": commit_every, **(options or {})})
@@ -73,7 +74,7 @@ class _Alone(PreparedOptimizer):
 
     def _open(self, resume: bool, track: Sequence[Any] = ()) -> OptimizerRun:
         if self._run is None:
-            self._run = open_run(self, self._settings, self._directory, resume, track, self._overlap)
+            self._run = open_run(self, self._settings, self._directory, resume, track, self._overlap_backward, self._overlap_commit)
         return self._run
 
     def resume(self, track: Sequence[Any] = ()) -> int:
@@ -188,8 +189,9 @@ class AdamW(_Alone, torch.optim.AdamW):
 
     `moments` is "fp32", "bf16" or "8bit", as bitsandbytes has them. `master` is "fp32" or "bf16": "bf16" keeps no masters beside bfloat16 parameters,
     and rounds these stochastically. A step is committed each `commit_every` steps. `overlap_backward` takes gradients to tiles while
-    backward makes others, from the second step on, or from the first one after `resume`. `options` has further keys of the section "offloadd" of a
-    configuration, such as `resident_fraction`.
+    backward makes others, from the second step on, or from the first one after `resume`. With `overlap_commit` a step returns before its tiles are on
+    the drives; it is committed while the next forward and backward run. `options` has further keys of the section "offloadd" of a configuration, such as
+    `resident_fraction`.
 
     Nothing is opened before `resume`, `load_state_dict` or the first `step`. Without `resume` they begin anew, and replace what an earlier start has
     left in the directory. With several ranks, all must make the same calls.
@@ -215,10 +217,11 @@ class AdamW(_Alone, torch.optim.AdamW):
         master: str = "fp32",
         commit_every: int = 1,
         overlap_backward: bool = False,
+        overlap_commit: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
         changing = {"amsgrad": amsgrad, "maximize": maximize, "differentiable": differentiable}
-        self._init(directory, socket, moments, master, commit_every, overlap_backward, options, changing)
+        self._init(directory, socket, moments, master, commit_every, overlap_backward, overlap_commit, options, changing)
         # How torch would compute changes nothing here.
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         _optimizers.add(self)
@@ -241,9 +244,10 @@ class Lion(_Alone, _lion.Lion):
         master: str = "fp32",
         commit_every: int = 1,
         overlap_backward: bool = False,
+        overlap_commit: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(directory, socket, moments, master, commit_every, overlap_backward, options, {})
+        self._init(directory, socket, moments, master, commit_every, overlap_backward, overlap_commit, options, {})
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
         _optimizers.add(self)
 
@@ -272,9 +276,10 @@ class Muon(_Alone, _muon.Muon):
         socket: Optional[Directory] = None,
         commit_every: int = 1,
         overlap_backward: bool = False,
+        overlap_commit: bool = False,
         options: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        self._init(directory, socket, "fp32", "fp32", commit_every, overlap_backward, options, {})
+        self._init(directory, socket, "fp32", "fp32", commit_every, overlap_backward, overlap_commit, options, {})
         given = dict(momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         groups = [params] if isinstance(params, torch.Tensor) else list(params)
         by_muon = [not isinstance(group, dict) or _muon.rule_of(group) == "Muon" for group in groups]
