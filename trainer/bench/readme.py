@@ -27,17 +27,19 @@ SOURCES = {
         ["pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
-    "6.74 billion": [[("Products in 8 bits", "6.74 G")], [], []],
     "[Products in 8 bits]": [[("Products in 8 bits", "6.74 G")], [], []],
     "host memory, nothing kept on the GPU": [
         [("A part of the state in GPU memory", "host memory (`offload.gpu_resident_fraction = 0`)"), "host"],
         ["fsdp-cpu-kept"],
         ["deepspeed-cpu-zero2-compiled", "deepspeed-cpu-kept"],
     ],
-    "60 %": [[("A part of the state in GPU memory", "0.6 |")], [], []],
-    "90 %": [[("A part of the state in GPU memory", "0.9 of it")], [], []],
-    "host memory, 262 k": [[("Many tokens a step", "host memory | 262 k")], [], []],
-    "32.8 billion parameters": [[("32.8 billion parameters on one GPU", "64 k")], [], []],
+    "host memory, 262 k": [
+        [("Many tokens a step", "262 k |")],
+        [("Many tokens a step", "262 k |")],
+        [("Many tokens a step", "262 k, peers"), ("Many tokens a step", "262 k |")],
+    ],
+    "6.74 billion parameters, a GPU": [[("Smaller GPUs", "6.74 G, 80 GiB"), ("Smaller GPUs", "6.74 G, 24 GiB")], [], []],
+    "13.0; 32.8": [[("13.0 billion parameters on one GPU", "2026-11-30, 764a607a"), ("32.8 billion parameters on one GPU", "64 k")], [], []],
     "one drive": [["nvme1"], [], ["deepspeed-nvme1"]],
     "four drives": [["nvme4", "nvme4"], [], ["deepspeed-nvme4"]],
 }
@@ -86,7 +88,8 @@ def measured(source, results, benchmarks):
     if len(found) != 1:
         raise KeyError(f'trainer/bench/MEASUREMENTS.md has {len(found)} rows "{beginning}" below "{heading}"')
     (head, row), *_ = found
-    said = [figure for title, cell in zip(head, row) if "TFLOPS" in title for figure in figures(cell)]
+    # A title of the first column may say it for all.
+    said = [figure for title, cell in zip(head, row) if "TFLOPS" in title + head[0] for figure in figures(cell)]
     return lambda digits: said
 
 
