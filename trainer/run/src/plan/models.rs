@@ -38,6 +38,10 @@ const ENDLESS_BYTES: u64 = 1 << 50;
 /// Forward and backward on a fast consumer GPU, in 10^12 operations per second.
 const TFLOPS: f64 = 150.0;
 
+/// Model of the table of ranks, and their numbers.
+const MODEL_OF_RANKS: &str = "Llama-2-7B";
+const RANKS: [u32; 7] = [1, 2, 4, 8, 16, 32, 64];
+
 /// Row of the table: a model with its state in GPU memory, in host memory, on drives, and on drives with the
 /// lowest needs.
 struct Row {
@@ -46,8 +50,8 @@ struct Row {
     places: [PlaceReport; 4],
 }
 
-fn row(name: String, model: &ModelConfig) -> Row {
-    let mut question = QUESTION;
+fn row(name: String, model: &ModelConfig, ranks: u32) -> Row {
+    let mut question = Question { ranks, ..QUESTION };
     if (model.max_position_embeddings as u64) < question.seq_len {
         question.micro_batch *= question.seq_len / SEQ_LEN_SHORT;
         question.seq_len = SEQ_LEN_SHORT;
@@ -90,7 +94,11 @@ fn page(dir: &Path) -> String {
     let mut rows: Vec<Row> = configs
         .map(|path| {
             let name = path.file_stem().unwrap().to_string_lossy();
-            row(name.into_owned(), &read_model(&path).unwrap())
+            row(
+                name.into_owned(),
+                &read_model(&path).unwrap(),
+                QUESTION.ranks,
+            )
         })
         .collect();
     rows.sort_by(|a, b| (a.parameters, &a.name).cmp(&(b.parameters, &b.name)));
@@ -129,6 +137,42 @@ block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that 
             Seconds(least.step_s).to_string(),
         ];
         let _ = writeln!(text, "| {} |", cells.join(" | "));
+    }
+    text + &section_of_ranks(dir)
+}
+
+/// Formats what each rank takes of a model that more and more ranks divide, beside what the stages of ZeRO take.
+fn section_of_ranks(dir: &Path) -> String {
+    let model = read_model(&dir.join(MODEL_OF_RANKS).with_extension("json")).unwrap();
+    let mut text = format!(
+        "
+## More ranks
+
+{MODEL_OF_RANKS}, as above, each rank with {} tokens a step. Parameters, gradients and state are always divided, as in stage 3 of ZeRO, and each rank takes:
+
+| ranks | all on the GPU: GPU | host: GPU | host | by ZeRO's formulas without activations, stage 1 | stage 2 | stage 3 |
+|---|---|---|---|---|---|---|
+",
+        QUESTION.seq_len * QUESTION.micro_batch
+    );
+    for ranks in RANKS {
+        let found = row(MODEL_OF_RANKS.to_owned(), &model, ranks);
+        let [gpu, host, ..] = &found.places;
+        // Bytes of a parameter, its gradient and its state, of which a stage divides the state, the gradient too, or all: Rajbhandari et al.
+        // 2020, figure 1.
+        let stage = |whole: u64, divided: u64| {
+            found.parameters * whole + found.parameters * divided / u64::from(ranks)
+        };
+        let cells = [
+            gpu.gpu_bytes,
+            host.gpu_bytes,
+            host.host_bytes / u64::from(ranks),
+            stage(4, 12),
+            stage(2, 14),
+            stage(0, 16),
+        ];
+        let cells = cells.map(|bytes| ApproxBytes(bytes).to_string());
+        let _ = writeln!(text, "| {ranks} | {} |", cells.join(" | "));
     }
     text
 }
