@@ -232,6 +232,8 @@ impl Draft<'_> {
             // Of equal steps the first is taken, which is the nearest place.
             let best = (found.iter())
                 .filter(|place| place.fits && place.device_bytes <= free)
+                // With drives GPU memory is left to others, unless it is asked for.
+                .filter(|place| place.place != Place::DrivesHostAndGpu)
                 .filter(|place| self.args.nvme.is_empty() || place.device_bytes > 0)
                 .min_by(|a, b| a.step_s.total_cmp(&b.step_s));
             if let Some(best) = best {
@@ -312,7 +314,7 @@ impl Draft<'_> {
             Place::Gpu => [None, None],
             Place::HostAndGpu | Place::Host => [Some(&host); 2],
             Place::HostAndDrives => [Some(&host), Some(&drive)],
-            Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
+            Place::DrivesHostAndGpu | Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
         };
         let mut offload = String::new();
         for (what, device) in [("param", param), ("optimizer", optimizer)] {

@@ -85,7 +85,8 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
         // State on drives is only tried together with as much in host memory as fits; the plan chooses
         // fraction and staging.
         // State in host memory stays in GPU memory as far as it fits, without being told.
-        let never = matches!(place, Place::Drives | Place::Host);
+        // With drives GPU memory is left to others, unless it is asked for.
+        let never = matches!(place, Place::Drives | Place::Host | Place::DrivesHostAndGpu);
         if nearer || never || (same && !shares && !divided) {
             return None;
         }

@@ -25,6 +25,8 @@ pub enum Place {
     Host,
     /// Parameters in host memory, optimizer state on drives.
     HostAndDrives,
+    /// On drives, except for as much as GPU memory and then host memory have room for.
+    DrivesHostAndGpu,
     /// On drives, except for as much as host memory has room for.
     DrivesAndHost,
     /// All on drives.
@@ -33,11 +35,12 @@ pub enum Place {
 
 impl Place {
     /// All places, from the fastest to the slowest.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Gpu,
         Self::HostAndGpu,
         Self::Host,
         Self::HostAndDrives,
+        Self::DrivesHostAndGpu,
         Self::DrivesAndHost,
         Self::Drives,
     ];
@@ -49,6 +52,7 @@ impl Place {
             Self::HostAndGpu => "host, GPU as far as it fits",
             Self::Host => "host memory",
             Self::HostAndDrives => "parameters host, state drives",
+            Self::DrivesHostAndGpu => "drives, host and GPU as they fit",
             Self::DrivesAndHost => "drives, host as far as it fits",
             Self::Drives => "drives",
         }
@@ -60,7 +64,7 @@ impl Place {
             Self::Gpu => [Tier::None; 2],
             Self::HostAndGpu | Self::Host => [Tier::Cpu; 2],
             Self::HostAndDrives => [Tier::Cpu, Tier::Nvme],
-            Self::DrivesAndHost | Self::Drives => [Tier::Nvme; 2],
+            Self::DrivesHostAndGpu | Self::DrivesAndHost | Self::Drives => [Tier::Nvme; 2],
         }
     }
 
@@ -78,7 +82,7 @@ impl Place {
         let mut there = settings.clone();
         let [param, optimizer] = self.tiers();
         let resident_fraction = match self {
-            Self::DrivesAndHost => ResidentFraction::Auto,
+            Self::DrivesHostAndGpu | Self::DrivesAndHost => ResidentFraction::Auto,
             _ => ResidentFraction::Fixed(Fraction::NONE),
         };
         there.placement = Placement {
@@ -87,7 +91,7 @@ impl Place {
             optimizer,
             resident_fraction,
             gpu_resident_fraction: match self {
-                Self::HostAndGpu if settings.ranks == 1 => ResidentFraction::Auto,
+                Self::HostAndGpu | Self::DrivesHostAndGpu => ResidentFraction::Auto,
                 _ => ResidentFraction::Fixed(Fraction::NONE),
             },
             ..there.placement
@@ -185,13 +189,17 @@ pub fn compare_places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceR
     Place::ALL
         .into_iter()
         // Without a GPU, these places are host memory.
-        .filter(|place| !matches!(place, Place::Gpu | Place::HostAndGpu) || hardware.gpu.is_some())
+        .filter(|place| {
+            let with_gpu = [Place::Gpu, Place::HostAndGpu, Place::DrivesHostAndGpu];
+            !with_gpu.contains(place) || hardware.gpu.is_some()
+        })
         .filter_map(|place| {
             // Settings that cannot be planned fail in every place, and the run's own plan reports the error.
             let plan = place.plan(settings, hardware).ok()?;
             // With all or nothing in GPU memory it is another place.
             let divides = plan.in_gpu.contains(&true) && !plan.lives_in_gpu();
-            (place != Place::HostAndGpu || divides).then(|| PlaceReport::new(place, &plan))
+            let shares = [Place::HostAndGpu, Place::DrivesHostAndGpu].contains(&place);
+            (!shares || divides).then(|| PlaceReport::new(place, &plan))
         })
         .collect()
 }

@@ -55,6 +55,32 @@ fn a_part_stays_where_not_all_fits_and_the_step_is_shorter() {
 }
 
 #[test]
+fn with_little_host_memory_a_part_in_front_of_drives_makes_a_step_shorter() {
+    let settings = large("nvme", "nvme", &[]);
+    let mut hardware = known_h200(&settings, None);
+    hardware.host_memory_bytes = Some(12 * GIB);
+    let places = compare_places(&settings, &hardware);
+    let step_s = |wanted: Place| {
+        let found = places.iter().find(|report| report.place == wanted);
+        found
+            .filter(|report| report.fits)
+            .map(|report| report.step_s)
+    };
+    let with_gpu = step_s(Place::DrivesHostAndGpu).expect("a place");
+    assert!(
+        with_gpu < 0.9 * step_s(Place::DrivesAndHost).unwrap(),
+        "{with_gpu}"
+    );
+    hardware.gpu = None;
+    let without = compare_places(&settings, &hardware);
+    assert!(
+        without
+            .iter()
+            .all(|report| report.place != Place::DrivesHostAndGpu)
+    );
+}
+
+#[test]
 fn a_fraction_that_is_set_is_met_within_a_block() {
     for wanted in [0.25, 0.5, 0.9, 1.0] {
         let plan = with(json!(wanted), 139);
