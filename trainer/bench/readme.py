@@ -27,8 +27,8 @@ SOURCES = {
         ["pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
-    "[Products in 8 bits]": [[("Products in 8 bits", "6.74 G")], [], []],
-    "host memory, nothing kept on the GPU": [
+    "[products in fp8]": [[("Products in 8 bits", "6.74 G")], [], []],
+    "host memory, no state on the GPU": [
         [("A part of the state in GPU memory", "host memory (`offload.gpu_resident_fraction = 0`)"), "host"],
         ["fsdp-cpu-kept"],
         ["deepspeed-cpu-zero2-compiled", "deepspeed-cpu-kept"],
@@ -38,7 +38,7 @@ SOURCES = {
         [("Many tokens a step", "262 k |")],
         [("Many tokens a step", "262 k, peers"), ("Many tokens a step", "262 k |")],
     ],
-    "6.74 billion parameters, a GPU": [[("Smaller GPUs", "6.74 G, 80 GiB"), ("Smaller GPUs", "6.74 G, 24 GiB")], [], []],
+    "6.74 billion parameters, the H200": [[("Smaller GPUs", "6.74 G, 80 GiB"), ("Smaller GPUs", "6.74 G, 24 GiB")], [], []],
     "13.0; 32.8": [[("13.0 billion parameters on one GPU", "2026-11-30, 764a607a"), ("32.8 billion parameters on one GPU", "64 k")], [], []],
     "one drive": [["nvme1"], [], ["deepspeed-nvme1"]],
     "four drives": [["nvme4", "nvme4"], [], ["deepspeed-nvme4"]],

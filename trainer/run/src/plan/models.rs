@@ -150,7 +150,7 @@ fn section_of_ranks(dir: &Path) -> String {
 
 {MODEL_OF_RANKS}, as above, each rank with {} tokens a step. Parameters, gradients and state are always divided, as in stage 3 of ZeRO, and each rank takes:
 
-| ranks | all on the GPU: GPU | host: GPU | host | by ZeRO's formulas without activations, stage 1 | stage 2 | stage 3 |
+| ranks | all on the GPU: GPU | host: GPU | host | ZeRO-1 (formula, no activations) | ZeRO-2 | ZeRO-3 |
 |---|---|---|---|---|---|---|
 ",
         QUESTION.seq_len * QUESTION.micro_batch
