@@ -240,13 +240,16 @@ impl Draft<'_> {
                 self.place = best.place;
                 return self.with_plan(hardware, windows);
             }
-            let drives = found
+            // Other places on drives take as much or more.
+            let on_drives = (found
                 .iter()
-                .filter(|place| place.fits && place.device_bytes > 0);
-            let drives = drives.map(|place| {
+                .filter(|place| place.fits && place.device_bytes > 0))
+            .map(|place| place.device_bytes)
+            .min();
+            let drives = on_drives.map(|bytes| {
                 format!(
                     "drives: the state takes {}, more than is free in {}: name other directories with --nvme",
-                    offload_support::units::ApproxBytes(place.device_bytes),
+                    offload_support::units::ApproxBytes(bytes),
                     self.nvme[0].display()
                 )
             });
