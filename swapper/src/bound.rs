@@ -121,15 +121,25 @@ impl SwapperSettings {
             (crate::Backing::Memory, _) | (_, 0) => 0.0,
             (_, every) => resident / every as f64,
         };
-        let update = match self.schedule {
-            Schedule::Immediate => updated + state + grad,
-            Schedule::Deferred => 0.0,
+        // What is revised is updated in the same step, as everything is at once.
+        let revised: f64 = (0..layout.ranges().len() as u32)
+            .filter(|&range| layout.revised(range))
+            .flat_map(|range| Kind::ALL.map(|kind| (kind, range)))
+            .filter(|&(kind, range)| layout.has(kind, range) && !stays(kind, range))
+            .map(|(kind, range)| layout.moved_bytes(kind, range) as f64)
+            .sum();
+        let [with_gathers, update] = match self.schedule {
+            Schedule::Immediate => [0.0, updated + state + grad],
+            Schedule::Deferred => {
+                let revised_params: f64 = (0..layout.ranges().len() as u32)
+                    .filter(|&range| layout.revised(range) && !stays(Kind::Param, range))
+                    .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
+                    .sum();
+                [state + grad - (revised - revised_params), revised]
+            }
         };
         StepBytes {
-            forward_read_bytes: match self.schedule {
-                Schedule::Immediate => param,
-                Schedule::Deferred => param + state + grad,
-            },
+            forward_read_bytes: param + with_gathers,
             backward_read_bytes: param,
             update_read_bytes: update,
             written_bytes: updated + state + committed + grad,
@@ -317,6 +327,8 @@ mod tests {
                         state_tile_bytes: |elems| elems * 10,
                     },
                     trained: true,
+                    other_state: None,
+                    revised: false,
                     external: false,
                 };
                 4

@@ -112,6 +112,18 @@ impl<H: Clone> Driver<H> {
             let first = grad_indices.next().expect("endless");
             ScratchQueue::new(shared, first, scratch_inflight_max as usize)
         });
+        let slots = ByKind::new(|kind| {
+            let staging = memory.staging_counts()[kind];
+            let mut slots = arena.take_all(kind as usize, staging);
+            let stays = (0..).zip(&resident[kind]).filter(|(_, stays)| **stays);
+            for (range, _) in stays {
+                // Only states are of several sizes.
+                let smaller = (kind == Kind::State).then(|| layout.own_slot_bytes(kind, range));
+                let smaller = smaller.and_then(|bytes| memory.smaller_class(bytes));
+                slots.extend(arena.take_all(smaller.unwrap_or(kind as usize), 1));
+            }
+            slots
+        });
         let core = Core::new(CoreSettings {
             units: layout.units().to_vec(),
             trained,
@@ -122,7 +134,6 @@ impl<H: Clone> Driver<H> {
             workers: workers_count,
             durable: matches!(arena, Arena::Session(_)),
         });
-        let slots = ByKind::new(|kind| arena.take_all(kind as usize, memory.slot_count(kind)));
         Self {
             core,
             actions: Vec::new(),

@@ -19,6 +19,7 @@
 //! [`choose_tile_elems`] picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
 use std::ops::{Index, IndexMut, Range};
+use std::sync::Arc;
 
 use crate::error::SwapperError;
 
@@ -49,17 +50,39 @@ const RANGES_MAX: u64 = 64 << 10;
 const RANKS_USUAL: [u32; 5] = [1, 2, 3, 4, 8];
 
 /// Parameters gathered together.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct UnitShape {
     /// Parameters of the unit, over all ranks.
     pub elems: u64,
     /// Sizes of its tiles' parts.
     pub tile_bytes: TileBytes,
+    /// Tiles of the unit whose state has another size; `None` if there are none.
+    pub other_state: Option<OtherState>,
+    /// Whether each step revises the unit's states before it updates them ([`crate::Swapper::revise`]).
+    pub revised: bool,
     /// Whether the unit has gradients and state. The others are written once, when they get their first content.
     pub trained: bool,
     /// Whether the caller has the unit's newest content, as in a GPU's memory: its gathers and scatters give nothing, the caller updates it, and each
     /// commit takes it from [`crate::Optimizer::copy`]. Tiles on devices are the same, so the next process may choose otherwise. Needs a store.
     pub external: bool,
+}
+
+/// Elements that need a state of another size than the rest of their unit, as norms among matrices do with Muon. A tile that has any of them has this size.
+#[derive(Clone, Debug)]
+pub struct OtherState {
+    /// The elements, in ascending order.
+    pub elems: Arc<[Range<u64>]>,
+    /// Bytes of the state of such a tile, from its element count.
+    pub state_tile_bytes: fn(usize) -> usize,
+}
+
+impl OtherState {
+    /// Whether a tile of `tile`, a range of the unit's elements, has any of the elements.
+    pub fn is_in(&self, tile: &Range<u64>) -> bool {
+        let first = self.elems.partition_point(|elems| elems.end <= tile.start);
+        let first = self.elems.get(first);
+        first.is_some_and(|elems| elems.start < tile.end)
+    }
 }
 
 /// Sizes of a tile's three parts.
@@ -225,7 +248,7 @@ impl Layout {
                 while start < shape.elems {
                     let elems = start..shape.elems.min(start + tile_elems);
                     start = elems.end;
-                    let bytes = layout.bytes_of(kind, unit, elems.end - elems.start);
+                    let bytes = layout.bytes_of(kind, unit, &elems);
                     let stored = kind == Kind::Param || shape.trained;
                     if owned.contains(&elems.start) {
                         let index = stored.then_some(layout.table.len() as u32);
@@ -307,6 +330,11 @@ impl Layout {
         self.shapes[unit].external
     }
 
+    /// Whether each step revises the states of the range, and updates it before the next step.
+    pub fn revised(&self, range: u32) -> bool {
+        self.shapes[self.ranges[range as usize].unit].revised
+    }
+
     /// Whether the caller has the newest content of the range.
     pub fn has_external(&self, range: u32) -> bool {
         self.external(self.ranges[range as usize].unit)
@@ -339,8 +367,8 @@ impl Layout {
         if !self.has(kind, range) {
             return 0;
         }
-        let unit = self.ranges[range as usize].unit;
-        self.bytes_of(kind, unit, self.elems(range)) as usize
+        let TileRange { unit, elems } = &self.ranges[range as usize];
+        self.bytes_of(kind, *unit, elems) as usize
     }
 
     /// Bytes of a tile on a device: its content padded to whole blocks.
@@ -350,13 +378,32 @@ impl Layout {
 
     /// Bytes of a slot that fits any tile of `kind`.
     pub fn slot_bytes(&self, kind: Kind) -> u64 {
-        let tiles = self.tile_elems.iter().enumerate();
-        tiles
-            .map(|(unit, &elems)| self.bytes_of(kind, unit, elems))
-            .max()
-            .unwrap_or(0)
-            .next_multiple_of(BLOCK_BYTES)
-            .max(BLOCK_BYTES)
+        let units = 0..self.shapes.len();
+        let bytes = units.flat_map(|unit| {
+            let shape = &self.shapes[unit];
+            let has_other = kind == Kind::State && shape.other_state.is_some();
+            let sizes = [Some(false), has_other.then_some(true)];
+            (sizes.into_iter().flatten()).map(move |other| self.whole_tile_bytes(kind, unit, other))
+        });
+        bytes.max().unwrap_or(BLOCK_BYTES)
+    }
+
+    /// Bytes of a slot that fits the tile of a range, and those like it in other places of the unit: equal for all but a few tiles of one kind.
+    pub fn own_slot_bytes(&self, kind: Kind, range: u32) -> u64 {
+        let TileRange { unit, elems } = &self.ranges[range as usize];
+        let other = kind == Kind::State && self.has_other_state(*unit, elems);
+        self.whole_tile_bytes(kind, *unit, other)
+    }
+
+    /// Bytes of a slot for a whole tile of a unit, with the unit's other size of state or its usual one.
+    fn whole_tile_bytes(&self, kind: Kind, unit: usize, other: bool) -> u64 {
+        let bytes = self.sized(kind, unit, self.tile_elems[unit], other);
+        bytes.next_multiple_of(BLOCK_BYTES).max(BLOCK_BYTES)
+    }
+
+    fn has_other_state(&self, unit: usize, elems: &Range<u64>) -> bool {
+        let other = self.shapes[unit].other_state.as_ref();
+        other.is_some_and(|other| other.is_in(elems))
     }
 
     /// Bytes of the tiles of all ranks of all nodes, each counted once.
@@ -381,16 +428,28 @@ impl Layout {
             .sum()
     }
 
-    fn bytes_of(&self, kind: Kind, unit: usize, elems: u64) -> u64 {
+    fn bytes_of(&self, kind: Kind, unit: usize, elems: &Range<u64>) -> u64 {
+        let other = kind == Kind::State && self.has_other_state(unit, elems);
+        self.sized(kind, unit, elems.end - elems.start, other)
+    }
+
+    /// Bytes of a tile of `elems` elements, with the unit's other size of state or its usual one.
+    fn sized(&self, kind: Kind, unit: usize, elems: u64, other: bool) -> u64 {
         let UnitShape {
             tile_bytes,
+            other_state,
             trained,
             ..
-        } = self.shapes[unit];
+        } = &self.shapes[unit];
         match kind {
             Kind::Param => elems * tile_bytes.param_bytes_per_elem as u64,
             _ if !trained => 0,
-            Kind::State => (tile_bytes.state_tile_bytes)(elems as usize) as u64,
+            Kind::State => {
+                let other = other_state.as_ref().filter(|_| other);
+                let bytes =
+                    other.map_or(tile_bytes.state_tile_bytes, |other| other.state_tile_bytes);
+                bytes(elems as usize) as u64
+            }
             Kind::Grad => elems * tile_bytes.grad_bytes_per_elem as u64,
         }
     }
@@ -475,6 +534,8 @@ mod tests {
         let shape = |&elems: &u64| UnitShape {
             elems,
             tile_bytes: bytes(),
+            other_state: None,
+            revised: false,
             trained: true,
             external: false,
         };

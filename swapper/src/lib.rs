@@ -47,8 +47,8 @@ mod worker;
 pub use bound::{Bound, StepBytes, StepRates, Term, Wall, bound, bound_s, staging_needed_bytes};
 pub use error::SwapperError;
 pub use layout::{
-    ByKind, Kind, Layout, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange,
-    UnitShape, choose_tile_elems, resident, shard_elems, shard_of,
+    ByKind, Kind, Layout, OtherState, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes,
+    TileRange, UnitShape, choose_tile_elems, resident, shard_elems, shard_of,
 };
 pub use nodes::{Exchange, Nodes};
 pub use offload_client::nodes::TO_CHECKPOINT;
@@ -66,4 +66,4 @@ pub use settings::{
     SwapperSettings,
 };
 pub use span::{SPANS_MAX, Span, SpanKind, Spans};
-pub use swapper::{Canceller, Part, PartMut, Swapper, TileVisitor};
+pub use swapper::{Canceller, Part, PartMut, Revision, Swapper, TileVisitor};

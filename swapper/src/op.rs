@@ -28,6 +28,11 @@ pub enum Op {
         /// Index of the unit.
         unit: usize,
     },
+    /// The trainer reads gradients that have come, and reads and changes the state of the unit before its update. The step must then be finished.
+    Revise {
+        /// Index of the unit.
+        unit: usize,
+    },
     /// The trainer reads parameters and state.
     Visit {
         /// Index of the unit.

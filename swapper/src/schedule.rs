@@ -30,12 +30,18 @@ pub struct StepProgram {
 }
 
 impl StepProgram {
-    /// Checks that there are only gathers and scatters.
+    /// Checks that there are only gathers, scatters and revisions.
     ///
     /// A unit may be gathered any number of times (tied embeddings), and scattered any number of times: the second scatter
-    /// of a step and those after it add to the first.
+    /// of a step and those after it add to the first. A revision follows a scatter.
     pub fn new(ops: Vec<Op>) -> Result<Self, SwapperError> {
-        match (ops.iter()).find(|op| !matches!(op, Op::Gather { .. } | Op::Scatter { .. })) {
+        let is_of_trainer = |op: &Op| {
+            matches!(
+                op,
+                Op::Gather { .. } | Op::Scatter { .. } | Op::Revise { .. }
+            )
+        };
+        match ops.iter().find(|op| !is_of_trainer(op)) {
             None => Ok(Self { ops }),
             Some(other) => Err(SwapperError::Program {
                 what: format!("{other:?} cannot be announced by the trainer"),

@@ -1,5 +1,6 @@
 //! The settings of a swapper, the memory they need, and what opening returns.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -98,8 +99,10 @@ pub struct StoreSettings {
 pub struct MemoryPlan {
     /// Slots of resident `param` tiles.
     pub param_resident_count: u32,
-    /// Slots of resident `state` tiles.
+    /// Slots of resident `state` tiles that have the size of the largest one.
     pub state_resident_count: u32,
+    /// Slots of smaller resident `state` tiles: size and number of each.
+    pub smaller_states: Vec<(u64, u32)>,
     /// Staging slots for `param` tiles; 0 when all are resident.
     pub param_staging_count: u32,
     /// Staging slots for `state` tiles; 0 when all are resident.
@@ -137,6 +140,9 @@ impl MemoryPlan {
     pub fn resident_bytes(&self) -> u64 {
         u64::from(self.param_resident_count) * self.param_slot_bytes
             + u64::from(self.state_resident_count) * self.state_slot_bytes
+            + (self.smaller_states.iter())
+                .map(|(bytes, count)| bytes * u64::from(*count))
+                .sum::<u64>()
     }
 
     /// Bytes of the staging slots.
@@ -165,7 +171,7 @@ impl MemoryPlan {
         ])
     }
 
-    /// All slots of a kind.
+    /// All slots of a kind, but those of smaller states.
     pub(crate) fn slot_count(&self, kind: Kind) -> u32 {
         let resident = match kind {
             Kind::Param => self.param_resident_count,
@@ -191,7 +197,17 @@ impl MemoryPlan {
         })
     }
 
-    /// Slot classes of param, state and grad, in this order, and of the caller's own tiles if there are any.
+    /// Position in [`MemoryPlan::classes`] of the slots of smaller states of `slot_bytes`; `None` if none have this size.
+    pub(crate) fn smaller_class(&self, slot_bytes: u64) -> Option<usize> {
+        let first = Kind::ALL.len() + usize::from(self.scratch.slot_count > 0);
+        let at = self
+            .smaller_states
+            .iter()
+            .position(|(bytes, _)| *bytes == slot_bytes);
+        at.map(|at| first + at)
+    }
+
+    /// Slot classes of param, state and grad, in this order, of the caller's own tiles if there are any, and of smaller states.
     pub(crate) fn classes(&self) -> Vec<SlotClass> {
         let class = |kind, slot_bytes| SlotClass {
             slot_bytes,
@@ -211,6 +227,11 @@ impl MemoryPlan {
                 slot_count: self.scratch.slot_count,
             });
         }
+        let smaller = self.smaller_states.iter();
+        classes.extend(smaller.map(|&(slot_bytes, slot_count)| SlotClass {
+            slot_bytes,
+            slot_count,
+        }));
         classes
     }
 
@@ -317,9 +338,18 @@ impl SwapperSettings {
             let resident = residency[kind].iter().filter(|&&resident| resident);
             resident.count() as u32
         });
+        let mut smaller = BTreeMap::new();
+        for range in (0..range_count).filter(|&range| residency[Kind::State][range as usize]) {
+            let bytes = layout.own_slot_bytes(Kind::State, range);
+            if bytes < layout.slot_bytes(Kind::State) {
+                *smaller.entry(bytes).or_insert(0) += 1;
+            }
+        }
+        let smaller_count: u32 = smaller.values().sum();
         let mut plan = MemoryPlan {
             param_resident_count: resident_counts[Kind::Param],
-            state_resident_count: resident_counts[Kind::State],
+            state_resident_count: resident_counts[Kind::State] - smaller_count,
+            smaller_states: smaller.into_iter().collect(),
             param_staging_count: 0,
             state_staging_count: 0,
             grad_resident_count: resident_counts[Kind::Grad],
@@ -533,6 +563,7 @@ mod tests {
         let memory = MemoryPlan {
             param_resident_count: 0,
             state_resident_count: 2000,
+            smaller_states: Vec::new(),
             param_staging_count: 0,
             state_staging_count: 0,
             grad_resident_count: 0,

@@ -57,6 +57,17 @@ pub type Part<'a> = (Range<u64>, &'a [u8]);
 /// A range of a unit's elements, and the gradients to write.
 pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 
+/// A range whose state may change before its update.
+#[derive(Debug)]
+pub struct Revision<'a> {
+    /// The range.
+    pub range: &'a TileRange,
+    /// State, which may be changed.
+    pub state: &'a mut [u8],
+    /// Gradients of the step. What is written here lasts until the next scatter of the range alone, which must replace it.
+    pub grad: &'a mut [u8],
+}
+
 /// Reads a range's `param` and `state`; the state of a unit that is not trained is empty.
 pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
@@ -305,7 +316,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.check_initialized()?;
         let units = self.layout.units().len();
         for op in program.ops() {
-            if let Op::Gather { unit } | Op::Scatter { unit } = *op
+            if let Op::Gather { unit } | Op::Scatter { unit } | Op::Revise { unit } = *op
                 && unit >= units
             {
                 return Err(SwapperError::Program {
@@ -390,6 +401,46 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok(())
     }
 
+    /// Calls `revise` with the gradients of `unit`'s ranges in order, as many at a time as are in slots, and with their states, which it may change before
+    /// the update. [`Swapper::settle_updates_before`] comes before a step's first revision, and the step must then be finished: what was changed
+    /// cannot be dropped.
+    ///
+    /// # Errors
+    /// The error of `revise`, after which nothing more is served, or one of the swapper.
+    pub fn revise<E: From<SwapperError>>(
+        &mut self,
+        unit: usize,
+        mut revise: impl FnMut(&mut [Revision<'_>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.check()?;
+        self.check_whole()?;
+        if !self.scattered.contains(&unit) {
+            return Err(SwapperError::Program {
+                what: format!("unit {unit} has no gradients of this step by which to revise it"),
+            }
+            .into());
+        }
+        let layout = self.layout.clone();
+        self.serve(Op::Revise { unit }, |lent| {
+            let mut parts: Vec<Revision> = lent
+                .iter_mut()
+                .map(|lent| {
+                    let range = lent.range;
+                    let bytes = |kind| ..layout.content_bytes(kind, range);
+                    let ByKind([_, Some(state), Some(grad)]) = &mut lent.slots else {
+                        panic!("a revision needs state and gradients of its range");
+                    };
+                    Revision {
+                        range: &layout.ranges()[range as usize],
+                        state: &mut state.as_mut_slice()[bytes(Kind::State)],
+                        grad: &mut grad.as_mut_slice()[bytes(Kind::Grad)],
+                    }
+                })
+                .collect();
+            revise(&mut parts)
+        })
+    }
+
     /// Begins to update the units whose gradients have come, before the step is finished. `hyper` is that of the whole step, and comes with
     /// the first call of a step. These units take no more gradients in it, and it can be neither skipped nor begun again: more scatters
     /// and calls of this kind may follow, then [`Swapper::finish_begun`], or [`Swapper::finish_unsealed`] with what the last units are updated with.
@@ -402,9 +453,28 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             });
         }
         let first = hyper.is_some();
-        let io = self.join(hyper)?;
+        self.begun.append(&mut self.scattered);
+        let io = self.join(hyper, &StepProgram::default())?;
         if first {
             self.io_before = Some(self.count(io));
+        }
+        Ok(())
+    }
+
+    /// Begins to update `unit`, which was revised, while its states are in their slots, with the `hyper` of the whole step. It takes no more
+    /// gradients in it. The operations `rest` are still to come, and then [`Swapper::finish_step`] with the same `hyper`.
+    pub fn update_revised(
+        &mut self,
+        unit: usize,
+        hyper: &H,
+        rest: &StepProgram,
+    ) -> Result<(), SwapperError> {
+        self.check_initialized()?;
+        self.check_whole()?;
+        let first = self.begun.is_empty().then(|| hyper.clone());
+        if self.scattered.remove(&unit) {
+            self.begun.insert(unit);
+            self.join(first, rest)?;
         }
         Ok(())
     }
@@ -419,7 +489,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 what: "no update of this step has begun".into(),
             });
         }
-        let io = self.join(None);
+        self.begun.append(&mut self.scattered);
+        let io = self.join(None, &StepProgram::default());
         // An interrupted step ends all the same.
         self.begun.clear();
         let io = io?;
@@ -434,11 +505,10 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })
     }
 
-    /// Lets the scattered units join those whose updates have begun.
-    fn join(&mut self, hyper: Option<H>) -> Result<StepIo, SwapperError> {
-        self.begun.append(&mut self.scattered);
+    /// Updates the units whose updates have begun, before `rest`.
+    fn join(&mut self, hyper: Option<H>, rest: &StepProgram) -> Result<StepIo, SwapperError> {
         self.pending = self.begun.iter().copied().collect();
-        let ops = schedule::immediate(&self.pending, false, &StepProgram::default());
+        let ops = schedule::immediate(&self.pending, false, rest);
         let finish = Request::Finish {
             ops,
             update: true,
@@ -518,6 +588,18 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             |lent| -> Result<(), SwapperError> { panic!("updates lend {}", lent.len()) },
         )?;
         Ok(())
+    }
+
+    /// Like [`Swapper::settle_updates`] in the middle of a step, of which the operations `rest` are to come. Revised states are written after the last
+    /// commit, which may need the slots that they take.
+    pub fn settle_updates_before(&mut self, rest: &StepProgram) -> Result<(), SwapperError> {
+        self.settle_updates()?;
+        let ops = self.plan_ops(&self.pending, false, rest);
+        self.send(Message::Plan {
+            ops,
+            keep: true,
+            blob: None,
+        })
     }
 
     /// Units whose newest content the caller has.

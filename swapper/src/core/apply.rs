@@ -114,6 +114,11 @@ impl Core {
                 self.tiles(Kind::Grad)
                     .set_dirty(range, staged.then_some(NO_GENERATION));
             }
+            UseKind::Revise => {
+                // Of the generation that the update of this step will be of.
+                let dirty = self.durable.then_some(working);
+                self.tiles(Kind::State).set_dirty(range, dirty);
+            }
             UseKind::Fill | UseKind::Rewrite => {
                 self.fills_left -= 1;
                 // The plan's own commit is already counted.
@@ -221,12 +226,19 @@ impl Core {
         if update {
             self.step += u64::from(!joins);
             self.external_changed = true;
-            for (pending, &scattered) in self.pending.iter_mut().zip(&self.scattered) {
-                *pending |= scattered;
+            // Gradients of other units stay for further passes.
+            for op in &ops {
+                if let Op::Update { unit } | Op::UpdateAndGather { unit } = *op {
+                    for range in self.units[unit].clone() {
+                        let scattered = &mut self.scattered[range as usize];
+                        self.pending[range as usize] |= std::mem::take(scattered);
+                    }
+                }
             }
             self.pending_count = self.pending.iter().filter(|&&pending| pending).count();
+        } else {
+            self.scattered.fill(false);
         }
-        self.scattered.fill(false);
         self.set_plan(&ops);
         self.waiting = if wait {
             Waiting::Settling

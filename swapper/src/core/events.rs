@@ -41,7 +41,7 @@ pub struct CoreSettings {
 /// A request for which the trainer waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The trainer's next operation: `Fill`, `Gather`, `Scatter`, `Visit` or `Rewrite` of a unit.
+    /// The trainer's next operation: `Fill`, `Gather`, `Scatter`, `Revise`, `Visit` or `Rewrite` of a unit.
     Serve(Op),
     /// The gradients of the scattered units are complete.
     Finish {

@@ -29,8 +29,8 @@
 //! a worker copies each into slots, in the order of updates, and they are written as staged tiles. The caller's next update waits for that
 //! ([`Request::Settle`]). Gathers and scatters skip them.
 //!
-//! **A step in parts.** Updates may begin before all gradients of a step have come: what is scattered becomes pending, and what is
-//! scattered later joins it. No commit is planned in between, so that one generation and one set of hyperparameters hold.
+//! **A step in parts.** Updates may begin before all gradients of a step have come: those that the new plan has become pending, and what is
+//! scattered later joins them. No commit is planned in between, so that one generation and one set of hyperparameters hold.
 //!
 //! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
 //! Updates in flight: [`UPDATES_PER_WORKER`] a worker; they start in plan order and end in any order. Outstanding commits: two.

@@ -21,6 +21,8 @@ pub(super) enum UseKind {
     Scatter,
     /// A scatter of a range that has gradients of this step.
     Add,
+    /// The trainer changes the state before the range's update, by gradients that it reads.
+    Revise,
     Visit,
     /// A visit that changes what it finds.
     Rewrite,
@@ -36,6 +38,7 @@ impl UseKind {
             Self::Fill | Self::Copy | Self::Visit | Self::Rewrite => kind != Kind::Grad,
             Self::Gather | Self::ExpectGather => kind == Kind::Param,
             Self::Scatter | Self::Add => kind == Kind::Grad,
+            Self::Revise => kind != Kind::Param,
         }
     }
 }
@@ -144,6 +147,7 @@ impl Plan {
                     let positions = positions.collect();
                     plan.served.push((op, positions));
                 }
+                Op::Revise { unit } => plan.serve(op, UseKind::Revise, used(unit)),
                 Op::Visit { unit } => plan.serve(op, UseKind::Visit, units[unit].clone()),
                 Op::Rewrite { unit } => plan.serve(op, UseKind::Rewrite, units[unit].clone()),
             }

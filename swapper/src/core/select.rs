@@ -7,6 +7,7 @@ use super::{Action, ByKind, Core, Kind, TileId, Waiting};
 impl Core {
     /// Lends the trainer, in order, the ready ranges of its operation.
     pub(super) fn lease(&mut self, actions: &mut Vec<Action>) {
+        let working = self.working();
         while let Waiting::Serving(serving) = &mut self.waiting {
             let Some(&position) = serving.left.front() else {
                 return;
@@ -24,6 +25,16 @@ impl Core {
                 .iter()
                 .any(|&kind| needed[kind] && !ready(&self.tiles[kind]))
             {
+                return;
+            }
+            let settled = self.pending_count == 0 || self.pending_generation == working;
+            assert!(
+                settled || one.what != UseKind::Revise,
+                "a revision before the updates of an earlier step"
+            );
+            // A state that is not written yet belongs to the commit before this step.
+            let dirty = self.tiles[Kind::State].dirty(range);
+            if one.what == UseKind::Revise && dirty.is_some_and(|of| of != working) {
                 return;
             }
             let overwrites = one.what == UseKind::Scatter && self.pending[range as usize];

@@ -1,8 +1,10 @@
-//! Units with parameters of several sizes, some of them not trained, in host memory and with a daemon.
+//! Units with parameters and states of several sizes, some of them not trained, in host memory and with a daemon.
+
+use std::ops::Range;
 
 use swapper::{
-    Backing, Durability, Layout, Schedule, StepProgram, StoreSettings, Swapper, SwapperError,
-    SwapperSettings, TileBytes, TileUpdate, UnitShape,
+    Backing, Durability, Layout, Op, OtherState, Revision, Schedule, StepProgram, StoreSettings,
+    Swapper, SwapperError, SwapperSettings, TileBytes, TileUpdate, UnitShape,
 };
 
 use crate::store;
@@ -16,6 +18,28 @@ const UNITS: [(u64, usize, bool); 4] = [
     (9000, 4, false),
 ];
 
+/// The unit whose states are revised, and elements of it that make two of its tiles larger: the third and the last one.
+const REVISED: usize = 0;
+const OTHER_ELEMS: [Range<u64>; 2] = [20_000..20_001, 69_999..70_000];
+
+fn state_bytes(unit: usize, elems: &Range<u64>) -> usize {
+    let count = (elems.end - elems.start) as usize;
+    let is_in = |other: &Range<u64>| other.start < elems.end && elems.start < other.end;
+    let each = if unit == REVISED && OTHER_ELEMS.iter().any(is_in) {
+        10
+    } else {
+        8
+    };
+    count * each + 64
+}
+
+/// What a revision makes of a state.
+fn revise(state: &mut [u8], grad: &[u8]) {
+    for (state, grad) in state.iter_mut().zip(grad) {
+        *state = state.wrapping_mul(3) ^ grad;
+    }
+}
+
 fn settings(schedule: Schedule, backing: Backing) -> SwapperSettings {
     let units = UNITS.map(|(elems, param_bytes_per_elem, trained)| UnitShape {
         elems,
@@ -25,10 +49,17 @@ fn settings(schedule: Schedule, backing: Backing) -> SwapperSettings {
             state_tile_bytes: |elems| elems * 8 + 64,
         },
         trained,
+        other_state: None,
+        revised: false,
         external: false,
     });
+    let mut units = units.to_vec();
+    units[REVISED].other_state = Some(OtherState {
+        elems: OTHER_ELEMS.into(),
+        state_tile_bytes: |elems| elems * 10 + 64,
+    });
     SwapperSettings {
-        units: units.to_vec(),
+        units,
         schedule,
         param_fraction: 0.3,
         ..toy::settings(backing)
@@ -41,6 +72,15 @@ fn trained() -> impl Iterator<Item = usize> {
 
 /// All tiles after `steps` steps; the trained ones are rewritten after `rewritten` of them.
 fn reference(steps: u64, rewritten: u64) -> Contents {
+    trained_tiles(steps, rewritten, true)
+}
+
+/// All tiles after `steps` steps in which nothing is revised.
+fn unrevised(steps: u64) -> Contents {
+    trained_tiles(steps, 0, false)
+}
+
+fn trained_tiles(steps: u64, rewritten: u64, revises: bool) -> Contents {
     let settings = settings(Schedule::Immediate, Backing::Memory);
     let layout = Layout::new(&settings.units, TILE_ELEMS, 0, 1).unwrap();
     let ranges = layout.ranges().iter();
@@ -51,11 +91,16 @@ fn reference(steps: u64, rewritten: u64) -> Contents {
                 UNITS[range.unit],
             );
             let mut param = vec![0; elems * param_bytes];
-            let mut state = vec![0; if trained { elems * 8 + 64 } else { 0 }];
+            let state_bytes = state_bytes(range.unit, &range.elems);
+            let mut state = vec![0; if trained { state_bytes } else { 0 }];
             toy::fill(range, &mut param, &mut state);
             for step in (1..=steps).filter(|_| trained) {
                 let mut grad = vec![0; elems * 4];
                 toy::gradient(step, &range.elems, &param, &mut grad);
+                if revises && range.unit == REVISED {
+                    revise(&mut state, &grad);
+                    rewrite(&mut grad);
+                }
                 let tile = TileUpdate {
                     range,
                     param: &mut param,
@@ -77,13 +122,32 @@ fn rewrite(param: &mut [u8]) {
 }
 
 fn step(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
-    scatter(swapper, step)?;
+    let again = [Op::Revise { unit: REVISED }, Op::Scatter { unit: REVISED }];
+    scatter(swapper, step, &again)?;
+    swapper.settle_updates_before(&StepProgram::new(again.to_vec())?)?;
+    swapper.revise(REVISED, |parts| {
+        for Revision { range, state, grad } in parts {
+            assert_eq!(state.len(), state_bytes(range.unit, &range.elems));
+            revise(state, grad);
+        }
+        Ok::<(), SwapperError>(())
+    })?;
+    swapper.scatter(REVISED, |parts| {
+        parts.iter_mut().for_each(|(_, grad)| rewrite(grad));
+        Ok::<(), SwapperError>(())
+    })?;
+    // Every other step, its update begins before the others'.
+    if step.is_multiple_of(2) {
+        swapper.update_revised(REVISED, &step, &StepProgram::default())?;
+    }
     swapper.finish_step(step, toy::blob(step)).map(drop)
 }
 
-fn scatter(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
+/// Gathers and scatters all units. The operations `after` are to follow.
+fn scatter(swapper: &mut Swapper<u64>, step: u64, after: &[Op]) -> Result<(), SwapperError> {
     let mut ops = StepProgram::reading(0..UNITS.len()).ops().to_vec();
-    ops.extend(trained().map(|unit| swapper::Op::Scatter { unit }));
+    ops.extend(trained().map(|unit| Op::Scatter { unit }));
+    ops.extend(after);
     swapper.begin_step(StepProgram::new(ops)?)?;
     let mut params = vec![Vec::new(); UNITS.len()];
     for (unit, params) in params.iter_mut().enumerate() {
@@ -171,13 +235,13 @@ fn a_visit_in_the_middle_of_a_step_sees_the_step_before_and_keeps_the_gradients(
             let what = format!("{schedule:?} {backing:?}");
             let (mut swapper, ..) = toy::open(&settings(schedule, backing)).unwrap();
             for number in 1..=3 {
-                scatter(&mut swapper, number).unwrap();
+                scatter(&mut swapper, number, &[]).unwrap();
                 let found = toy::contents(&mut swapper).unwrap();
-                toy::assert_same(&found, &reference(number - 1, 0), &what);
+                toy::assert_same(&found, &unrevised(number - 1), &what);
                 swapper.finish_step(number, toy::blob(number)).unwrap();
             }
             let found = toy::contents(&mut swapper).unwrap();
-            toy::assert_same(&found, &reference(3, 0), &what);
+            toy::assert_same(&found, &unrevised(3), &what);
             swapper.close().unwrap();
         }
     }
@@ -187,7 +251,7 @@ fn a_visit_in_the_middle_of_a_step_sees_the_step_before_and_keeps_the_gradients(
 fn what_is_not_trained_takes_no_gradients_and_no_other_parameters() {
     let settings = settings(Schedule::Deferred, Backing::Memory);
     let (mut swapper, ..) = toy::open(&settings).unwrap();
-    let scatter = StepProgram::new(vec![swapper::Op::Scatter { unit: 1 }]).unwrap();
+    let scatter = StepProgram::new(vec![Op::Scatter { unit: 1 }]).unwrap();
     let refused = swapper.begin_step(scatter).unwrap_err().to_string();
     assert!(refused.contains("not trained"), "{refused}");
     let refused = swapper

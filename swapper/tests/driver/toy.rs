@@ -26,6 +26,8 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
                 elems,
                 tile_bytes: TILE_BYTES,
                 trained: true,
+                other_state: None,
+                revised: false,
                 external: false,
             })
             .to_vec(),

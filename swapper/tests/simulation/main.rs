@@ -88,10 +88,20 @@ fn draw_job(rng: &mut Rng) -> Job {
         }
     }
     let passes_max = if rng.chance(40) { 3 } else { 1 };
+    let mut revised = vec![false; end as usize];
+    if rng.chance(30) {
+        for ranges in &units {
+            let chosen = trained[ranges.start as usize] && rng.chance(60);
+            for range in ranges.clone() {
+                revised[range as usize] = chosen;
+            }
+        }
+    }
     Job {
         units,
         program: StepProgram::new(program).unwrap(),
         trained,
+        revised,
         frozen,
         skipped,
         rewrites,
@@ -238,19 +248,17 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 if kind > 0 && job.frozen[range as usize] {
                     continue;
                 }
-                let updates = if job.trained[range as usize] {
-                    steps
-                } else {
-                    0
-                };
+                let updates = steps * u64::from(job.trained[range as usize]);
                 if kind == 2 && setup.external[range as usize] {
                     continue;
                 }
                 if kind == 2 {
                     // Written and read at most once per pass, and never if resident; a skipped step has gradients too.
                     if !residents[range as usize] && job.trained[range as usize] {
-                        writes_max += passes;
-                        reads_max += updates + sums;
+                        // A revision reads them, and the scatter after it replaces them.
+                        let revised = updates * u64::from(job.revised[range as usize]);
+                        writes_max += passes + revised;
+                        reads_max += updates + sums + 2 * revised;
                     }
                     continue;
                 }
@@ -281,7 +289,10 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     (_, Schedule::Deferred) if moves.begun > 0 => updates,
                     (_, Schedule::Deferred) => updates.min(1 + drains),
                 };
-                reads_max += rewritten;
+                // A revised state is written, and read for its update, unless that begins while it is in its slot.
+                let revised = kind == 1 && job.revised[range as usize];
+                reads_max += updates * u64::from(revised) + rewritten;
+                writes_max += updates * u64::from(revised);
                 reads_max += if kind == 0 {
                     passes * gathers + evaluations
                 } else {
@@ -328,6 +339,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         units: (0..units).map(|unit| unit..unit + 1).collect(),
         program: StepProgram::training(units as usize),
         trained: vec![true; units as usize],
+        revised: vec![false; units as usize],
         frozen: vec![false; units as usize],
         skipped: vec![false; steps],
         rewrites: vec![Vec::new(); steps],

@@ -62,6 +62,30 @@ pub(crate) fn rewritten(step: u64, kind: usize, content: Content) -> Content {
     }
 }
 
+/// Returns a state after a revision by `grad`.
+pub(crate) fn revised(step: u64, state: Content, grad: u64) -> Content {
+    Content {
+        value: mix(&[step, state.value, grad, 7]),
+        step,
+    }
+}
+
+/// Returns param and state of a range after a step of `job` in which they are updated.
+pub(crate) fn trained(job: &Job, step: u64, range: usize, contents: [Content; 2]) -> [Content; 2] {
+    let sums = job.passes[step as usize - 1];
+    let [param, state] = contents;
+    let grad = |sums| gradient(step, range, param, sums);
+    match job.revised[range] {
+        // Its last scatter follows the revision.
+        true => update(
+            step,
+            [param, revised(step, state, grad(sums))],
+            grad(sums + 1),
+        ),
+        false => update(step, contents, grad(sums)),
+    }
+}
+
 /// Returns param and state after an update.
 pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 2] {
     let [param, state] = contents;
@@ -84,9 +108,7 @@ impl Reference {
         let mut all = vec![contents.clone()];
         for (step, &skip) in (1..).zip(&job.skipped) {
             for range in (0..ranges).filter(|&range| job.trained[range] && !skip) {
-                let sums = job.passes[step as usize - 1];
-                let grad = gradient(step, range, contents[range][0], sums);
-                contents[range] = update(step, contents[range], grad);
+                contents[range] = trained(job, step, range, contents[range]);
             }
             for &unit in &job.rewrites[step as usize - 1] {
                 for range in job.units[unit].clone() {

@@ -11,7 +11,7 @@ use swapper::core::{
 };
 use swapper::{Schedule, StepProgram, resident};
 
-use crate::toy::{Content, Reference, Rng, filled, gradient, rewritten, update};
+use crate::toy::{Content, Reference, Rng, filled, gradient, revised, rewritten, trained, update};
 
 /// The training job. It stays the same over all incarnations.
 #[derive(Debug)]
@@ -20,6 +20,8 @@ pub(crate) struct Job {
     pub(crate) program: StepProgram,
     /// Whether each range gets gradients.
     pub(crate) trained: Vec<bool>,
+    /// Whether the state of each range is revised in each step that updates it, the same for all ranges of a unit.
+    pub(crate) revised: Vec<bool>,
     /// Whether each range has parameters alone, which are never written again.
     pub(crate) frozen: Vec<bool>,
     /// Whether each step's gradients overflow. Steps that rewrite have none.
@@ -35,6 +37,14 @@ pub(crate) struct Job {
 impl Job {
     pub(crate) fn ranges(&self) -> usize {
         self.trained.len()
+    }
+
+    /// Units whose states are revised.
+    pub(crate) fn revised_units(&self) -> Vec<usize> {
+        let units = 0..self.units.len();
+        units
+            .filter(|&unit| self.revised[self.units[unit].start as usize])
+            .collect()
     }
 
     /// Ranges with a tile of `kind`.
@@ -397,7 +407,9 @@ impl<'a> Incarnation<'a> {
                     && !self.job.trained[tile.range as usize];
                 let generation = match is_old {
                     true => self.acknowledged + 1,
-                    false => self.generation_of[content.step as usize],
+                    // What is revised belongs to the generation of its update.
+                    false => (self.generation_of.get(content.step as usize).copied())
+                        .unwrap_or(self.generation),
                 };
                 assert_eq!(
                     generation,
@@ -468,7 +480,8 @@ impl<'a> Incarnation<'a> {
             }
         }
         let grad = slots[Kind::Grad].is_some();
-        assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
+        let has_grads = matches!(self.asked, Some(Op::Scatter { .. } | Op::Revise { .. }));
+        assert_eq!(grad, has_grads);
         assert!(
             !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
             "gradients are overwritten while an update reads them"
@@ -540,6 +553,10 @@ impl<'a> Incarnation<'a> {
                 Some(self.reference.0[finished as usize][index][kind as usize]),
                 "{op:?} sees range {range} otherwise than after step {finished}"
             );
+            if let Op::Revise { .. } = op {
+                let grad = self.grads[index].expect("a revision has gradients").value;
+                slot.holds = Some((range, Some(revised(finished + 1, content.unwrap(), grad))));
+            }
             if let Op::Rewrite { .. } = op {
                 let content = rewritten(finished + 1, kind as usize, content.unwrap());
                 slot.holds = Some((range, Some(content)));
@@ -554,14 +571,17 @@ impl<'a> Incarnation<'a> {
                 self.grads[index].filter(|grad| grad.step == step),
                 "a stale sum"
             );
-            self.sums[index] += 1;
-            let grad = Content {
-                value: gradient(step, index, param, self.sums[index]),
-                step,
-            };
-            self.grads[index] = Some(grad);
+            let mut grad = sum;
+            if let Op::Scatter { .. } = op {
+                self.sums[index] += 1;
+                grad = Some(Content {
+                    value: gradient(step, index, param, self.sums[index]),
+                    step,
+                });
+                self.grads[index] = grad;
+            }
             self.slots[Kind::Grad][slot.0 as usize] = Slot {
-                holds: Some((range, Some(grad))),
+                holds: Some((range, grad)),
                 away: false,
             };
         }
@@ -570,7 +590,6 @@ impl<'a> Incarnation<'a> {
 
     /// Updates the content of external ranges, as the trainer does before it ends a step.
     pub(crate) fn update_external(&mut self, step: u64) {
-        let sums = self.job.passes[step as usize - 1];
         for range in 0..self.job.ranges() {
             if let Some(held) = &mut self.held[range]
                 && self.job.trained[range]
@@ -580,7 +599,7 @@ impl<'a> Incarnation<'a> {
                     !self.updates.iter().any(copies),
                     "content that is being copied changes"
                 );
-                *held = update(step, *held, gradient(step, range, held[0], sums));
+                *held = trained(self.job, step, range, *held);
             }
         }
     }

@@ -176,6 +176,8 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
             tile_bytes(format, grads.elem_bytes())
         }),
         trained: update.is_some(),
+        other_state: None,
+        revised: false,
         external: false,
     }
 }

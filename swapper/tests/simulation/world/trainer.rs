@@ -119,22 +119,13 @@ impl Incarnation<'_> {
             return false;
         }
         if self.step == steps {
-            self.ending = true;
-            self.call_drain();
-            let units = 0..self.job.units.len();
-            let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
-            self.calls.push_back(Call::Plan(ops, None));
-            units.for_each(|unit| self.serve(Op::Visit { unit }));
+            self.call_end();
             return true;
         }
         let evaluates = self.job.evaluate_every > 0
             && (self.step as usize).is_multiple_of(self.job.evaluate_every);
         if evaluates {
-            self.call_drain();
-            let program = StepProgram::reading(0..self.job.units.len());
-            let ops = self.plan_ops(&[], false, &program);
-            self.calls.push_back(Call::Plan(ops, None));
-            program.ops().iter().for_each(|&op| self.serve(op));
+            self.call_evaluation();
         }
         let rewrites = self.job.rewrites[self.step as usize].clone();
         if !rewrites.is_empty() {
@@ -144,16 +135,22 @@ impl Incarnation<'_> {
         let program = self.job.program.clone();
         let update = !self.job.skipped[self.step as usize];
         // Where gradients are added up, those of a unit are complete only in the last pass.
-        let begins = update && self.job.passes[self.step as usize] == 1;
+        let revises = self.job.revised_units();
+        let begins = update && self.job.passes[self.step as usize] == 1 && revises.is_empty();
+        let passes = self.job.passes[self.step as usize];
         let (mut pending, mut begun) = (self.pending.clone(), Vec::new());
         let settle = || Call::Request(Request::Settle, None);
-        for pass in 0..self.job.passes[self.step as usize] {
+        for pass in 0..passes {
+            let program = match pass + 1 == passes {
+                true => self.with_revisions(&revises),
+                false => program.clone(),
+            };
             let ops = self.plan_ops(&pending, false, &program);
             self.calls.push_back(match pass {
                 0 => Call::Plan(ops, None),
                 _ => Call::Pass(ops, None),
             });
-            for (at, &op) in program.ops().iter().enumerate() {
+            for (at, &op) in self.job.program.ops().iter().enumerate() {
                 if self.rng.chance(self.setup.revisions) {
                     let rest = StepProgram::new(program.ops()[at..].to_vec()).unwrap();
                     let ops = self.plan_ops(&pending, false, &rest);
@@ -165,7 +162,7 @@ impl Incarnation<'_> {
                     let joins = !begun.is_empty();
                     self.calls.extend((!joins).then(settle));
                     begun = scattered(&program.ops()[..=at]);
-                    self.call_begin(&begun, joins);
+                    self.call_begin(&begun, joins, &StepProgram::default());
                     pending.clone_from(&begun);
                     let rest = StepProgram::new(program.ops()[at + 1..].to_vec()).unwrap();
                     let ops = self.plan_ops(&pending, false, &rest);
@@ -174,6 +171,9 @@ impl Incarnation<'_> {
             }
         }
 
+        if update {
+            begun.extend(self.call_revisions(&revises));
+        }
         let mut updated = if update {
             scattered(program.ops())
         } else {
@@ -186,8 +186,10 @@ impl Incarnation<'_> {
         self.calls.extend((update && begun.is_empty()).then(settle));
         self.uncommitted += 1;
         let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
-        let late = !begun.is_empty() || self.rng.chance(self.setup.late_blobs);
+        // Units that begin to be updated as they are revised need no later blob.
+        let late = joins || begins && !begun.is_empty() || self.rng.chance(self.setup.late_blobs);
         let updated = self.with_copied(updated, commit);
+        let program = self.with_revisions(&revises);
         let ops = self.plan_ops(&updated, commit && !late, &program);
         let wait = self.setup.schedule == Schedule::Immediate;
         let blob = commit.then_some(self.step + 1);
@@ -214,6 +216,23 @@ impl Incarnation<'_> {
         true
     }
 
+    fn call_end(&mut self) {
+        self.ending = true;
+        self.call_drain();
+        let units = 0..self.job.units.len();
+        let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
+        self.calls.push_back(Call::Plan(ops, None));
+        units.for_each(|unit| self.serve(Op::Visit { unit }));
+    }
+
+    fn call_evaluation(&mut self) {
+        self.call_drain();
+        let program = StepProgram::reading(0..self.job.units.len());
+        let ops = self.plan_ops(&[], false, &program);
+        self.calls.push_back(Call::Plan(ops, None));
+        program.ops().iter().for_each(|&op| self.serve(op));
+    }
+
     fn call_rewrites(&mut self, rewrites: Vec<usize>) {
         self.call_drain();
         let mut ops: Vec<Op> = (rewrites.iter())
@@ -231,10 +250,38 @@ impl Incarnation<'_> {
             .push_back(Call::Request(Request::Drain { ops }, None));
     }
 
-    /// Queues that updates of units begin before the step's end.
-    fn call_begin(&mut self, units: &[usize], joins: bool) {
+    /// The job's program with the revision of units after it.
+    fn with_revisions(&self, units: &[usize]) -> StepProgram {
+        let mut ops = self.job.program.ops().to_vec();
+        ops.extend(revisions(units));
+        StepProgram::new(ops).unwrap()
+    }
+
+    /// Queues the revision of `units`, and that some of them begin to be updated. Returns these.
+    fn call_revisions(&mut self, units: &[usize]) -> Vec<usize> {
+        let mut begun = Vec::new();
+        if !units.is_empty() {
+            let settle = Call::Request(Request::Settle, None);
+            let all = StepProgram::new(revisions(units).collect()).unwrap();
+            let ops = self.plan_ops(&[], false, &all);
+            self.calls.extend([settle, Call::Pass(ops, None)]);
+        }
+        for (at, &unit) in units.iter().enumerate() {
+            revisions(&[unit]).for_each(|op| self.serve(op));
+            if self.rng.chance(self.setup.begins) {
+                let joins = !begun.is_empty();
+                begun.push(unit);
+                let rest = StepProgram::new(revisions(&units[at + 1..]).collect()).unwrap();
+                self.call_begin(&begun, joins, &rest);
+            }
+        }
+        begun
+    }
+
+    /// Queues that updates of units begin before the step's end, of which `rest` is to come.
+    fn call_begin(&mut self, units: &[usize], joins: bool, rest: &StepProgram) {
         let begin = Request::Finish {
-            ops: schedule::immediate(units, false, &StepProgram::default()),
+            ops: schedule::immediate(units, false, rest),
             update: true,
             wait: false,
             settled: true,
@@ -264,6 +311,12 @@ impl Incarnation<'_> {
         self.uncommitted = 0;
         self.pending.clear();
     }
+}
+
+/// Operations that revise `units`.
+fn revisions(units: &[usize]) -> impl Iterator<Item = Op> + '_ {
+    let ops = |&unit: &usize| [Op::Revise { unit }, Op::Scatter { unit }];
+    units.iter().flat_map(ops)
 }
 
 /// Units that `ops` scatter.

@@ -22,6 +22,8 @@ pub(super) fn swapper_settings(
             elems: unit.elems as u64,
             tile_bytes: tile_bytes(format, format.master.grad_bytes()),
             trained: true,
+            other_state: None,
+            revised: false,
             external: false,
         })
         .collect();

@@ -91,6 +91,8 @@ fn settings(backing: Backing, schedule: Schedule, commit_every: u64) -> SwapperS
                 elems,
                 tile_bytes: tile_bytes(format(), format().master.grad_bytes()),
                 trained: true,
+                other_state: None,
+                revised: false,
                 external: false,
             })
             .to_vec(),

@@ -46,6 +46,8 @@ fn open(dir: &TempDir) -> (PrivateDaemon, Swapper<()>) {
             state_tile_bytes: |elems| elems * 8,
         },
         trained: true,
+        other_state: None,
+        revised: false,
         external: false,
     };
     let scratch = ScratchSettings::for_tensors(&[PIECE_BYTES as u64; PIECES]).unwrap();
