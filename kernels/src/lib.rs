@@ -23,6 +23,7 @@ pub mod fp8;
 pub mod gpu;
 mod grad_type;
 mod instruction_set;
+pub mod muon;
 pub mod number;
 pub mod reduce;
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   param tile   [ parameter; n ]
 //!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
-//!                                              fp32, bf16 or       like the momentum; Lion has none, and SGD neither
+//!                                              fp32, bf16 or       like the momentum; Lion and Muon have none, and SGD neither
 //!                                              codes of 8 bits
 //!                  then, where moments are codes:  [ largest of each block of momentums ] pad [ of variances ] pad
 //!   grad tile    [ gradient; n ]
@@ -29,8 +29,10 @@ pub enum UpdateRule {
     AdamW,
     /// Lion, with momentum alone.
     Lion,
-    /// Plain SGD, without moments: also both halves of Muon, whose momentum is a tile of its own.
+    /// Plain SGD, without moments.
     Sgd,
+    /// SGD by directions that the caller computes from whole matrices: their momentum is stored, and a step leaves it as it is.
+    Muon,
 }
 
 /// Storage of a parameter's master beside its moments.
@@ -136,7 +138,7 @@ impl TileFormat {
         let bytes = self.moments.elem_bytes();
         match self.rule {
             UpdateRule::AdamW => [bytes; 2],
-            UpdateRule::Lion => [bytes, 0],
+            UpdateRule::Lion | UpdateRule::Muon => [bytes, 0],
             UpdateRule::Sgd => [0; 2],
         }
     }
@@ -172,7 +174,7 @@ pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
 }
 
 /// Byte ranges of the planes of the state of a tile of `elems` elements, without padding: what is before the moments, momentum, variance,
-/// and the largest magnitudes of the blocks of both. The first is empty where the parameter is the master, the third for Lion, all moments for
+/// and the largest magnitudes of the blocks of both. The first is empty where the parameter is the master, the third for Lion and Muon, all moments for
 /// SGD, the last two unless moments are in 8 bits.
 pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 5] {
     let mut start = 0;
@@ -358,6 +360,7 @@ pub(super) enum MomentPlanes<'a> {
     Lion {
         momentum: &'a mut [f32],
     },
+    /// None, or none that the step uses.
     Sgd,
 }
 

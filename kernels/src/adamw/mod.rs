@@ -263,7 +263,7 @@ fn step_weights(
     let moments = match format.rule {
         UpdateRule::AdamW => MomentPlanes::AdamW { momentum, variance },
         UpdateRule::Lion => MomentPlanes::Lion { momentum },
-        UpdateRule::Sgd => MomentPlanes::Sgd,
+        UpdateRule::Sgd | UpdateRule::Muon => MomentPlanes::Sgd,
     };
     let step = |weights| step_chunk(set, scalars, Elements { weights, moments });
     let master = format.master;

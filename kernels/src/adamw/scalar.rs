@@ -68,7 +68,7 @@ impl Scalars {
         );
         let correction1 = match rule {
             UpdateRule::AdamW => 1.0 - power(beta1, hyper.step),
-            UpdateRule::Lion | UpdateRule::Sgd => 1.0,
+            UpdateRule::Lion | UpdateRule::Sgd | UpdateRule::Muon => 1.0,
         };
         let correction2 = 1.0 - power(beta2, hyper.step);
         Self {
@@ -83,7 +83,7 @@ impl Scalars {
                 UpdateRule::AdamW | UpdateRule::Lion => {
                     (-lr * f64::from(hyper.weight_decay)) as f32
                 }
-                UpdateRule::Sgd => hyper.weight_decay,
+                UpdateRule::Sgd | UpdateRule::Muon => hyper.weight_decay,
             },
             minus_step_size: (-lr / correction1) as f32,
             random: hyper.rounding.of_step(hyper.step),

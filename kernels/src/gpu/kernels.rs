@@ -65,7 +65,7 @@ fn step_index(format: TileFormat, grad_type: GradType) -> usize {
     let rule = match rule {
         UpdateRule::AdamW => 0,
         UpdateRule::Lion => 1,
-        UpdateRule::Sgd => 2,
+        UpdateRule::Sgd | UpdateRule::Muon => 2,
     };
     let master = match (master, grad_type) {
         (Master::SplitBf16, GradType::Bf16) => 0,
@@ -208,7 +208,8 @@ impl Kernels {
         args.extend(scalars.map(Arg::F32));
         args.extend(random.map(Arg::U32));
         let groups = |elems: usize| range.end.div_ceil(elems) - range.start / elems;
-        let blocks = if format.moments == Moments::EightBit && format.rule != UpdateRule::Sgd {
+        let has_moments = matches!(format.rule, UpdateRule::AdamW | UpdateRule::Lion);
+        let blocks = if format.moments == Moments::EightBit && has_moments {
             args.extend([momentum_largest, variance_largest, Arg::U64(elems as u64)]);
             groups(BLOCK_ELEMS).div_ceil(GROUP_BLOCKS)
         } else {

@@ -1,10 +1,12 @@
-//! Tests that SGD is `torch.optim.SGD` without momentum, and that a weight decay of 1 makes it the mean that Muon's momentum is.
+//! Tests that SGD is `torch.optim.SGD` without momentum, that a weight decay of 1 makes it the mean that Muon's momentum is, and that Muon's step is SGD's
+//! beside a momentum.
 //!
 //! Likely faults are a decay outside the gradient's factor, or scaled by the gradient's scale, and moments that tiles keep for nothing.
 
 use crate::common::{MASTERS, OwnedTile, Random, step};
 use kernels::adamw::{
-    Hyper, Master, Rounding, TileFormat, UpdateRule, init_tile, read_masters, state_tile_bytes,
+    Hyper, Master, Rounding, TileFormat, UpdateRule, init_tile, read_masters, read_moments,
+    state_tile_bytes, write_moments,
 };
 
 const HYPER: Hyper = Hyper {
@@ -65,6 +67,28 @@ fn a_decay_of_one_and_a_negative_scale_make_a_mean_of_weight_and_gradient() {
     for ((new, old), grad) in new.iter().zip(old).zip(grads) {
         // One rounding each, as `torch.lerp` has them.
         assert_eq!(*new, 0.05_f32.mul_add(grad - old, old));
+    }
+}
+
+#[test]
+fn a_step_of_muon_leaves_the_momentum_as_it_is() {
+    for master in MASTERS {
+        let rule = UpdateRule::Muon;
+        let format = TileFormat {
+            rule,
+            ..master.into()
+        };
+        let (old, grads, momentum) = ([1.0, -2.0], [1.0, 0.5], [3.0, 0.1]);
+        let mut tile = OwnedTile::zeroed(format, 2);
+        init_tile(format, &old, &mut tile.param, &mut tile.state);
+        write_moments(format, &mut tile.state, 2, 0..2, [&momentum, &[]]);
+        kernels::reduce::store_grad(master.grad_type(), &grads, &mut tile.grad);
+        step(&mut tile, &HYPER);
+        let mut new = [0.0; 2];
+        read_masters(format, &tile.param, &tile.state, &mut new);
+        assert_eq!(new.to_vec(), stepped(sgd(master), &HYPER, &old, &grads));
+        let stored = read_moments(format, &tile.state, 2);
+        assert_eq!(stored, [momentum.to_vec(), vec![]]);
     }
 }
 

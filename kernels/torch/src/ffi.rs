@@ -29,6 +29,15 @@ unsafe extern "C" {
         result: *mut RawTensor,
     ) -> *mut c_char;
 
+    /// Brings the singular values of a matrix near 1, in bf16. `coefficients` are three.
+    pub(crate) fn offload_orthogonal(
+        matrix: RawTensor,
+        coefficients: *const f64,
+        eps: f64,
+        steps: u64,
+        result: *mut RawTensor,
+    ) -> *mut c_char;
+
     /// Number of tensors that share the memory of `tensor`, itself included: clones and views.
     pub(crate) fn offload_share_count(tensor: RawTensor) -> usize;
 

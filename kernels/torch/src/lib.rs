@@ -38,6 +38,8 @@ pub mod fused;
 #[allow(unsafe_code)]
 mod memory;
 #[allow(unsafe_code)]
+mod muon;
+#[allow(unsafe_code)]
 mod settings;
 
 pub use attention::{attention_of_documents, has_attention_of_documents};
@@ -50,6 +52,7 @@ pub use device::{
     load_gpu_half, use_gpu,
 };
 pub use memory::{HostBuffer, is_shared, with_tensor_over};
+pub use muon::NewtonSchulz;
 pub use settings::{exit, set_deterministic, set_threads};
 
 /// Errors of torch and of this crate's GPU calls.

@@ -13,6 +13,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/Tensor.h>
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -60,6 +61,23 @@ char *offload_attention_of_documents(void *query, void *key, void *value, void *
                                                     /*is_causal=*/true, /*return_debug_mask=*/false,
                                                     /*scale=*/std::nullopt, before, after);
         *result = std::make_unique<at::Tensor>(std::get<0>(outputs)).release();
+    });
+}
+
+// tch has no factors for addmm.
+char *offload_orthogonal(void *matrix, const double *coefficients, double eps, uint64_t steps, void **result) {
+    return guarded([&] {
+        const auto &given = *static_cast<at::Tensor *>(matrix);
+        const double a = coefficients[0], b = coefficients[1], c = coefficients[2];
+        const bool tall = given.size(0) > given.size(1);
+        auto wide = given.to(at::kBFloat16);
+        if (tall) wide = wide.t();
+        wide = wide.div(wide.norm().clamp_min(eps));
+        for (uint64_t step = 0; step < steps; step++) {
+            auto gram = wide.matmul(wide.t());
+            wide = at::addmm(wide, at::addmm(gram, gram, gram, b, c), wide, a);
+        }
+        *result = std::make_unique<at::Tensor>(tall ? wide.t() : wide).release();
     });
 }
 

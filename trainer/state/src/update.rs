@@ -51,6 +51,9 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
             Sgd Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Sgd Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
             Sgd EightBit: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Muon Fp32: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Muon Bf16: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
+            Muon EightBit: SplitBf16 Bf16 Fp32 Fp16WholeMaster;
         ),
     }
 }
