@@ -22,6 +22,8 @@ pub enum Point {
     Forward,
     /// A block's backward was computed.
     Backward,
+    /// States of a block have new momenta, and directions are in place of its gradients.
+    Revised,
     /// A tile was updated.
     Updated,
     /// A tile is about to be written behind.
@@ -56,7 +58,7 @@ pub enum Point {
 
 impl Point {
     /// All points, in the order in which a process reaches them.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Tokens,
         Self::Opening,
         Self::Describing,
@@ -64,6 +66,7 @@ impl Point {
         Self::Opened,
         Self::Forward,
         Self::Backward,
+        Self::Revised,
         Self::Updated,
         Self::Writing,
         Self::Committing,
@@ -91,6 +94,7 @@ impl Point {
             Self::Opened => "opened",
             Self::Forward => "forward",
             Self::Backward => "backward",
+            Self::Revised => "revised",
             Self::Updated => "updated",
             Self::Writing => "writing",
             Self::Committing => "committing",

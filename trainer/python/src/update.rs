@@ -11,7 +11,7 @@ use kernels::adamw::{
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
 use swapper::{TileRange, UninitTile};
-use training_state::update::{Scalars, TileStep, parts, rounding};
+use training_state::update::{Scalars, StepPart, TileStep, parts, rounding};
 
 use crate::format::{Format, ParamPlan, UpdateFormat};
 
@@ -57,10 +57,14 @@ impl Scalars<StepHyper> for ByParam {
     fn of_tile(&self, range: &TileRange, step: &StepHyper) -> TileStep {
         let (format, params) = &self.units[range.unit];
         let UpdateFormat { format, grads } = format.update.expect("only trained units are updated");
-        let of_param = |(within, index): (_, &usize)| {
+        let of_param = |(elems, index): (_, &usize)| {
             let rounding = rounding(SEED, range);
             let hyper = step.0[*index]?;
-            Some((within, Hyper { rounding, ..hyper }))
+            Some(StepPart {
+                elems,
+                rule: format.rule,
+                hyper: Hyper { rounding, ..hyper },
+            })
         };
         TileStep {
             format,

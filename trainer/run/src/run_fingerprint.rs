@@ -46,7 +46,7 @@ fn read(
     let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
     let elems: usize = run.units.iter().map(|unit| unit.elems).sum();
-    let elem_bytes = run.format.master.param_bytes() + run.format.state_bytes();
+    let elem_bytes = run.formats.master().param_bytes() + run.formats.usual().state_bytes();
     let mut work = Progress::new("reading the run's tiles", Unit::Bytes, Audience::Person)
         .with_total((elems * elem_bytes) as u64);
     run.visit(&mut |range: &TileRange, param, state| {

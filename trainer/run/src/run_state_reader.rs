@@ -3,13 +3,13 @@
 //!
 //! A checkpoint is streamed from its files, without a daemon and with memory for one tile.
 
-use kernels::adamw::TileFormat;
 use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
 use crate::open::{OpenRun, PreparedRun, RunError, Site, StartPoint, repair};
 use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState, resolved};
+use training_state::update::TileFormats;
 
 /// Reader of one state of a run.
 pub(crate) struct RunStateReader {
@@ -18,7 +18,7 @@ pub(crate) struct RunStateReader {
     /// Units that the tiles belong to.
     pub(crate) units: Vec<UnitLayout>,
     /// Storage of the tiles' numbers.
-    pub(crate) format: TileFormat,
+    pub(crate) formats: TileFormats,
     tiles: Tiles,
 }
 
@@ -62,13 +62,14 @@ impl RunStateReader {
             return Err(RunError::OnNodes { run_dir, nodes });
         }
         let prepared = PreparedRun::new(settings, &start, Site::alone(&run_dir)?)?;
-        let (units, format) = (prepared.plan.units.clone(), prepared.plan.format);
+        let plan = &prepared.plan;
+        let (units, formats) = (plan.units.clone(), plan.formats.clone());
         if has_store && start == StartPoint::GoOn {
             let run = prepared.open_existing()?;
             return Ok(Self {
                 state: run.state.clone(),
                 units,
-                format,
+                formats,
                 tiles: Tiles::Store(Box::new(run)),
             });
         }
@@ -79,7 +80,7 @@ impl RunStateReader {
         Ok(Self {
             state: RunState::decode(&blob)?,
             units,
-            format,
+            formats,
             tiles: Tiles::Checkpoint(Box::new(OpenCheckpoint {
                 checkpoint,
                 layout,

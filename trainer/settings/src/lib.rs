@@ -35,8 +35,8 @@ pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, Ran
 pub use training_state::monitor::Reports;
 pub use training_state::overflow::{DynamicScale, OverflowPolicy};
 pub use values::{
-    Decaying, Fraction, MasterType, MomentsType, OptimizerKind, OptimizerSettings,
-    ParamGroupSettings, Tier,
+    AdjustLr, Decaying, Fraction, MasterType, MomentsType, MuonSettings, OptimizerKind,
+    OptimizerSettings, ParamGroupSettings, Tier,
 };
 
 /// Returns the key of a run file that an option `name` of another program probably stands for.

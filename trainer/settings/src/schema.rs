@@ -84,6 +84,7 @@ typed! {
     Vec<PathBuf> = "a list of paths, for example [\"a\", \"b\"]";
     Vec<String> = "a list of texts, for example [\"a\", \"b\"]";
     [f64; 2] = "two numbers, for example [0.9, 0.999]";
+    [f64; 3] = "three numbers, for example [3.4445, -4.775, 2.0315]";
 }
 
 /// Declares tables of settings: structs whose keys are all optional, and their `Field`s.

@@ -3,11 +3,52 @@
 use kernels::adamw::{Moments, UpdateRule};
 use serde::{Deserialize, Serialize};
 
+/// What Muon does with the matrices of blocks. All other parameters are updated by AdamW.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MuonSettings {
+    /// Learning rate of all other parameters; the schedule scales it like the one of matrices.
+    pub adam_lr: f64,
+    /// Decay of the momentum.
+    pub momentum: f64,
+    pub nesterov: bool,
+    pub ns_steps: u64,
+    pub ns_coefficients: [f64; 3],
+    pub adjust_lr_fn: AdjustLr,
+}
+
+/// What the learning rate of a matrix is multiplied by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AdjustLr {
+    /// The root of rows over columns, and at least 1.
+    Original,
+    /// 0.2 times the root of the larger of rows and columns.
+    MatchRmsAdamw,
+}
+
+impl AdjustLr {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Original => "original",
+            Self::MatchRmsAdamw => "match_rms_adamw",
+        }
+    }
+
+    /// The factor for a matrix of this size.
+    pub fn factor(self, rows: usize, columns: usize) -> f64 {
+        match self {
+            Self::Original => (rows as f64 / columns as f64).max(1.0).sqrt(),
+            Self::MatchRmsAdamw => 0.2 * (rows.max(columns) as f64).sqrt(),
+        }
+    }
+}
+
 /// An optimizer with decoupled weight decay.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OptimizerSettings {
     #[serde(rename = "type")]
     pub kind: OptimizerKind,
+    /// With Muon that of matrices.
     pub lr: f64,
     pub betas: [f64; 2],
     /// Not used by Lion.
@@ -21,6 +62,9 @@ pub struct OptimizerSettings {
     pub moments: MomentsType,
     #[serde(skip_serializing_if = "MasterType::is_fp32")]
     pub master: MasterType,
+    /// `Some` for Muon.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub muon: Option<MuonSettings>,
 }
 
 /// Optimizer of a run.
@@ -29,6 +73,8 @@ pub enum OptimizerKind {
     #[default]
     AdamW,
     Lion,
+    /// Muon for the matrices of blocks, AdamW for all other parameters.
+    Muon,
 }
 
 impl OptimizerKind {
@@ -36,6 +82,7 @@ impl OptimizerKind {
         match self {
             Self::AdamW => "AdamW",
             Self::Lion => "Lion",
+            Self::Muon => "Muon",
         }
     }
 }
@@ -45,6 +92,7 @@ impl From<OptimizerKind> for UpdateRule {
         match kind {
             OptimizerKind::AdamW => Self::AdamW,
             OptimizerKind::Lion => Self::Lion,
+            OptimizerKind::Muon => Self::Muon,
         }
     }
 }

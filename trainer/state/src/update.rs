@@ -10,7 +10,7 @@ use kernels::adamw::{
 };
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
-use swapper::{Optimizer, TileBytes, TileRange, TileUpdate};
+use swapper::{Optimizer, OtherState, TileBytes, TileRange, TileUpdate};
 
 /// Threads that stream tiles through a GPU: for one that copies to the GPU, one that computes and one that copies back, one more each, because
 /// a thread that waited for a copy wakes late on busy cores. With bf16 masters and moments in host memory, beside 13 threads of the CPU, an
@@ -58,6 +58,83 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
     }
 }
 
+/// Storage of the numbers of each tile of a run. With Muon, tiles of matrices alone have one moment, and all others two.
+#[derive(Clone, Debug)]
+pub struct TileFormats {
+    format: TileFormat,
+    /// With Muon, the elements of each unit that it does not update, in ascending order.
+    rest: Option<Arc<Vec<Elements>>>,
+}
+
+/// Elements of a unit, in ascending order.
+type Elements = Arc<[Range<u64>]>;
+
+/// All tiles have the same format.
+impl From<TileFormat> for TileFormats {
+    fn from(format: TileFormat) -> Self {
+        assert_ne!(format.rule, UpdateRule::Muon, "its tiles have two formats");
+        Self { format, rest: None }
+    }
+}
+
+impl TileFormats {
+    /// Formats of a run with Muon, which does not update the elements `rest` of each unit.
+    pub fn muon(
+        master: Master,
+        moments: Moments,
+        rest: impl IntoIterator<Item = Vec<Range<u64>>>,
+    ) -> Self {
+        let format = TileFormat {
+            rule: UpdateRule::Muon,
+            master,
+            moments,
+        };
+        let rest = rest.into_iter().map(Arc::from).collect();
+        Self {
+            format,
+            rest: Some(Arc::new(rest)),
+        }
+    }
+
+    /// Storage of the parameters, their masters and gradients, which all tiles share.
+    pub fn master(&self) -> Master {
+        self.format.master
+    }
+
+    /// The format of most tiles.
+    pub fn usual(&self) -> TileFormat {
+        self.format
+    }
+
+    /// The format of the tiles with the largest state.
+    pub fn largest(&self) -> TileFormat {
+        match self.format.rule {
+            UpdateRule::Muon => TileFormat {
+                rule: UpdateRule::AdamW,
+                ..self.format
+            },
+            _ => self.format,
+        }
+    }
+
+    /// The format of a tile of `range`.
+    pub fn of_tile(&self, range: &TileRange) -> TileFormat {
+        match self.other_state(range.unit) {
+            Some(other) if other.is_in(&range.elems) => self.largest(),
+            _ => self.format,
+        }
+    }
+
+    /// Tiles of `unit` whose state has not the usual size.
+    pub fn other_state(&self, unit: usize) -> Option<OtherState> {
+        let rest = self.rest.as_ref()?;
+        Some(OtherState {
+            elems: rest[unit].clone(),
+            state_tile_bytes: tile_bytes(self.largest(), 0).state_tile_bytes,
+        })
+    }
+}
+
 /// Settings of a group of parameters that differ from those of the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ParamGroup {
@@ -65,6 +142,8 @@ pub struct ParamGroup {
     pub lr_factor: f32,
     /// Decoupled weight decay of the group.
     pub weight_decay: f32,
+    /// Whether directions stand in place of the group's gradients, and are subtracted as they are: matrices that Muon updates.
+    pub by_direction: bool,
 }
 
 impl ParamGroup {
@@ -73,8 +152,21 @@ impl ParamGroup {
         Hyper {
             lr: step.lr * self.lr_factor,
             weight_decay: self.weight_decay,
+            grad_scale: if self.by_direction {
+                1.0
+            } else {
+                step.grad_scale
+            },
             rounding: rounding(step.rounding.seed, range),
             ..*step
+        }
+    }
+
+    /// The rule of the group's step, in a tile whose others have `rule`.
+    fn rule(&self, rule: UpdateRule) -> UpdateRule {
+        match self.by_direction {
+            true => UpdateRule::Sgd,
+            false => rule,
         }
     }
 }
@@ -116,11 +208,15 @@ impl ParamGroups {
         Self(Arc::new(units.into_iter().map(ranges).collect()))
     }
 
-    /// Splits a tile where the group changes. Returns the parts as elements of the tile, with their scalars.
-    pub fn parts(&self, range: &TileRange, step: &Hyper) -> Vec<(Range<usize>, Hyper)> {
+    /// Splits a tile where the group changes. Returns the parts as elements of the tile, with their scalars. Those of no direction have `rule`.
+    pub fn parts(&self, range: &TileRange, rule: UpdateRule, step: &Hyper) -> Vec<StepPart> {
         let parts = parts(&range.elems, &self.0[range.unit]);
         parts
-            .map(|(within, group)| (within, group.scalars(step, range)))
+            .map(|(elems, group)| StepPart {
+                elems,
+                rule: group.rule(rule),
+                hyper: group.scalars(step, range),
+            })
             .collect()
     }
 }
@@ -146,8 +242,17 @@ pub fn parts<'a, T>(
 pub struct TileStep {
     pub format: TileFormat,
     pub grads: GradType,
-    /// Elements of the tile with their scalars; all other elements stay as they are.
-    pub parts: Vec<(Range<usize>, Hyper)>,
+    /// All other elements stay as they are.
+    pub parts: Vec<StepPart>,
+}
+
+/// Elements of a tile that take the same step.
+#[derive(Clone, Debug)]
+pub struct StepPart {
+    pub elems: Range<usize>,
+    /// That of the tile, or one whose moments are among those of the tile.
+    pub rule: UpdateRule,
+    pub hyper: Hyper,
 }
 
 /// Knows the scalars of each element. `S` is what all tiles of a step share.
@@ -159,16 +264,17 @@ pub trait Scalars<S> {
 /// The step's scalars, with the settings of each group of parameters.
 #[derive(Clone, Debug)]
 pub struct ByGroup {
-    pub format: TileFormat,
+    pub formats: TileFormats,
     pub groups: ParamGroups,
 }
 
 impl Scalars<Hyper> for ByGroup {
     fn of_tile(&self, range: &TileRange, step: &Hyper) -> TileStep {
+        let format = self.formats.of_tile(range);
         TileStep {
-            format: self.format,
-            grads: self.format.master.grad_type(),
-            parts: self.groups.parts(range, step),
+            format,
+            grads: format.master.grad_type(),
+            parts: self.groups.parts(range, format.rule, step),
         }
     }
 }
@@ -185,9 +291,14 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
             parts,
         } = self.0.of_tile(range, step);
         let elems = (range.elems.end - range.elems.start) as usize;
-        for (part, hyper) in parts {
+        for StepPart {
+            elems: part,
+            rule,
+            hyper,
+        } in parts
+        {
             let tile = Tile {
-                format,
+                format: TileFormat { rule, ..format },
                 param: tile.param,
                 state: tile.state,
                 grad: tile.grad,
@@ -213,16 +324,23 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
             grads,
             parts,
         } = self.scalars.of_tile(range, step);
-        let tile = Tile {
-            format,
-            param: tile.param,
-            state: tile.state,
-            grad: tile.grad,
-            elems: (range.elems.end - range.elems.start) as usize,
-        };
-        // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
-        if let Err(error) = self.updater.update(tile, grads, &parts) {
-            panic!("{error}");
+        let elems = (range.elems.end - range.elems.start) as usize;
+        // Parts of one rule together: a rule with fewer moments moves fewer bytes.
+        for parts in parts.chunk_by(|a, b| a.rule == b.rule) {
+            let rule = parts[0].rule;
+            let tile = Tile {
+                format: TileFormat { rule, ..format },
+                param: tile.param,
+                state: tile.state,
+                grad: tile.grad,
+                elems,
+            };
+            let parts = parts.iter().map(|part| (part.elems.clone(), part.hyper));
+            let parts: Vec<_> = parts.collect();
+            // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
+            if let Err(error) = self.updater.update(tile, grads, &parts) {
+                panic!("{error}");
+            }
         }
     }
 }
@@ -234,14 +352,17 @@ mod tests {
     const DECAYS: ParamGroup = ParamGroup {
         lr_factor: 1.0,
         weight_decay: 0.5,
+        by_direction: false,
     };
     const FIXED: ParamGroup = ParamGroup {
         lr_factor: 1.0,
         weight_decay: 0.0,
+        by_direction: false,
     };
     const SLOW: ParamGroup = ParamGroup {
         lr_factor: 0.25,
         weight_decay: 0.5,
+        by_direction: false,
     };
 
     const HYPER: Hyper = Hyper {
@@ -262,9 +383,9 @@ mod tests {
         let groups = ParamGroups::new([(60, params)]);
         let split = |elems: Range<u64>| {
             let range = TileRange { unit: 0, elems };
-            let parts = groups.parts(&range, &HYPER).into_iter();
+            let parts = groups.parts(&range, UpdateRule::AdamW, &HYPER).into_iter();
             parts
-                .map(|(part, hyper)| (part, hyper.lr, hyper.weight_decay))
+                .map(|part| (part.elems, part.hyper.lr, part.hyper.weight_decay))
                 .collect::<Vec<_>>()
         };
         assert_eq!(split(0..10), [(0..10, 0.5, 0.0)]);
@@ -294,7 +415,7 @@ mod tests {
     #[test]
     fn each_group_decays_at_its_own_rate() {
         let mut update = CpuUpdate(ByGroup {
-            format: Master::Fp32.into(),
+            formats: TileFormat::from(Master::Fp32).into(),
             groups: ParamGroups::new([(192, [(0, FIXED), (64, DECAYS), (128, SLOW)])]),
         });
         let range = TileRange {

@@ -19,9 +19,9 @@ pub use settings::{
 pub(crate) use summary::summary_of_schedule;
 pub use training_settings::keys::listing;
 pub use training_settings::{
-    Decaying, DynamicScale, Fraction, LrSchedule, MasterType, MomentsType, MomentumCycle, OneCycle,
-    OptimizerKind, OptimizerSettings, OverflowPolicy, ParamGroupSettings, RangeTest, Reports,
-    SettingsError, Source, Tier, Warmup, apply_overrides, setting_like,
+    AdjustLr, Decaying, DynamicScale, Fraction, LrSchedule, MasterType, MomentsType, MomentumCycle,
+    MuonSettings, OneCycle, OptimizerKind, OptimizerSettings, OverflowPolicy, ParamGroupSettings,
+    RangeTest, Reports, SettingsError, Source, Tier, Warmup, apply_overrides, setting_like,
 };
 pub use training_state::plan::updaters::OptimizerDevice;
 pub use training_state::stage::Stage;

@@ -3,8 +3,8 @@
 use offload_support::units::CountOf;
 
 use super::{
-    LrSchedule, MasterType, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, Rate,
-    RunSettings, Warmup,
+    LrSchedule, MasterType, MomentsType, MuonSettings, OptimizerKind, OverflowPolicy,
+    ParamGroupSettings, Rate, RunSettings, Warmup,
 };
 
 impl RunSettings {
@@ -15,11 +15,14 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer {}, lr {}, betas {first} and {second}, {}weight decay {}{}{}{}",
+                "optimizer {}, lr {}, {}betas {first} and {second}, {}weight decay {}{}{}{}",
                 optimizer.kind.word(),
                 Rate(optimizer.lr),
+                optimizer.muon.as_ref().map_or(String::new(), matrices),
                 match optimizer.kind {
-                    OptimizerKind::AdamW => format!("eps {}, ", Rate(optimizer.eps)),
+                    OptimizerKind::AdamW | OptimizerKind::Muon => {
+                        format!("eps {}, ", Rate(optimizer.eps))
+                    }
                     OptimizerKind::Lion => String::new(),
                 },
                 optimizer.weight_decay,
@@ -56,6 +59,18 @@ impl RunSettings {
             norm => format!("gradients to a norm of {norm} (gradient_clipping)"),
         }
     }
+}
+
+/// Describes what Muon does with matrices, and the beginning of what AdamW does with the rest.
+fn matrices(muon: &MuonSettings) -> String {
+    format!(
+        "momentum {}{}, {} steps, rates as \"{}\"; the rest by AdamW, lr {}, ",
+        muon.momentum,
+        if muon.nesterov { " (Nesterov)" } else { "" },
+        muon.ns_steps,
+        muon.adjust_lr_fn.word(),
+        Rate(muon.adam_lr),
+    )
 }
 
 /// Formats groups of parameters after the settings of the others.

@@ -40,6 +40,16 @@ impl RunSettings {
         if optimizer.kind == OptimizerKind::Lion {
             remove(&mut defaults["optimizer"], "params", "eps");
         }
+        if let Some(muon) = &optimizer.muon {
+            let params = &mut defaults["optimizer"]["params"];
+            params["muon_lr"] = optimizer.lr.into();
+            params["adam_lr"] = muon.adam_lr.into();
+            params["momentum"] = muon.momentum.into();
+            params["nesterov"] = muon.nesterov.into();
+            params["ns_steps"] = muon.ns_steps.into();
+            params["ns_coefficients"] = muon.ns_coefficients.to_vec().into();
+            params["adjust_lr_fn"] = muon.adjust_lr_fn.word().into();
+        }
         if !placement.has_store() {
             for key in ["engine", "durability", "commit_every"] {
                 remove(&mut defaults, "offload", key);

@@ -201,7 +201,7 @@ fn write_weights(
         shard_bytes,
     );
     check_space(dir, shards.bytes())?;
-    let mut writer = ShardWriter::make(dir, &shards, reader.tiles.format)?;
+    let mut writer = ShardWriter::make(dir, &shards, reader.tiles.formats.clone())?;
     let mut work = Progress::new(what, Unit::Bytes, Audience::Person).with_total(shards.bytes());
     let mut failed = None;
     reader.tiles.visit(&mut |range, param, state| {

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::{TileFormat, read_masters};
+use kernels::adamw::read_masters;
 use offload_support::aligned::AlignedBytes;
 use rustix::fs::FallocateFlags;
 use swapper::TileRange;
+use training_state::update::TileFormats;
 
 use super::ExportError;
 use super::shards::{Shards, Target};
@@ -20,7 +21,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// Open files of their final length.
 pub(super) struct ShardWriter<'a> {
     shards: &'a Shards,
-    format: TileFormat,
+    formats: TileFormats,
     files: Vec<(PathBuf, File)>,
     masters: Vec<f32>,
     bytes: Vec<u8>,
@@ -31,7 +32,7 @@ impl<'a> ShardWriter<'a> {
     pub(super) fn make(
         dir: &Path,
         shards: &'a Shards,
-        format: TileFormat,
+        formats: TileFormats,
     ) -> Result<Self, ExportError> {
         let mut files = Vec::with_capacity(shards.files.len());
         for shard in &shards.files {
@@ -45,7 +46,7 @@ impl<'a> ShardWriter<'a> {
         }
         Ok(Self {
             shards,
-            format,
+            formats,
             files,
             masters: Vec::new(),
             bytes: Vec::new(),
@@ -65,7 +66,7 @@ impl<'a> ShardWriter<'a> {
         // Tiles may be unaligned, but reading them as masters needs alignment.
         let [param, state] = [param, state].map(AlignedBytes::from_slice);
         read_masters(
-            self.format,
+            self.formats.of_tile(range),
             param.as_slice(),
             state.as_slice(),
             &mut masters,

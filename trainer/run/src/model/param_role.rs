@@ -57,3 +57,13 @@ pub enum ParamRole {
     /// Output projection of an untied model, [vocab_size, hidden_size].
     Projection,
 }
+
+impl ParamRole {
+    /// Whether the parameter is a matrix of a block, as Muon updates them.
+    pub fn is_block_matrix(self) -> bool {
+        matches!(
+            self,
+            Self::Query | Self::Key | Self::Value | Self::Out | Self::Gate | Self::Up | Self::Down
+        )
+    }
+}

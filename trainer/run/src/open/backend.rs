@@ -29,9 +29,25 @@ pub fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> Para
                 None => 0.0,
             };
             let lr = own.and_then(|group| group.lr);
+            let muon = optimizer.muon.as_ref();
+            let by_direction = muon.is_some() && param.member.is_block_matrix();
+            let usual = muon.filter(|_| !by_direction);
+            let lr = lr.or(usual.map(|muon| muon.adam_lr));
+            let lr_factor = lr.map_or(1.0, |lr| {
+                if lr == optimizer.lr {
+                    1.0
+                } else {
+                    lr / optimizer.lr
+                }
+            });
+            // The rate of a matrix is adjusted to its size, and its decay keeps the rate before that.
+            let adjusted = muon.filter(|_| by_direction).map_or(1.0, |muon| {
+                muon.adjust_lr_fn.factor(param.shape[0], param.shape[1])
+            });
             let group = ParamGroup {
-                lr_factor: lr.map_or(1.0, |lr| lr / optimizer.lr) as f32,
-                weight_decay: decay as f32,
+                lr_factor: (lr_factor * adjusted) as f32,
+                weight_decay: (decay / adjusted) as f32,
+                by_direction,
             };
             (param.range_elems().start as u64, group)
         });
@@ -58,7 +74,7 @@ impl PreparedRun {
         let groups = param_groups(&plan.units, &self.settings.optimizer);
         let in_gpu = |gpu, groups| {
             let layout = plan.kept_in_gpu().cut()?;
-            let backend = GpuBackend::new(gpu, layout, plan.format, groups)?;
+            let backend = GpuBackend::new(gpu, layout, plan.formats.clone(), groups)?;
             Ok::<_, RunError>(Box::new(backend))
         };
         let gpu = self.gpu.as_ref();
@@ -112,8 +128,9 @@ impl PreparedRun {
         in_gpu: Option<&GpuBackend>,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, RunError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
-        let format = plan.format;
-        let scalars = ByGroup { format, groups };
+        let formats = plan.formats.clone();
+        let format = formats.largest();
+        let scalars = ByGroup { formats, groups };
         let gpu = self
             .gpu
             .as_ref()
@@ -157,7 +174,7 @@ impl PreparedRun {
 
 #[cfg(test)]
 mod tests {
-    use kernels::adamw::Rounding;
+    use kernels::adamw::{Rounding, UpdateRule};
     use swapper::TileRange;
 
     use super::*;
@@ -199,6 +216,7 @@ mod tests {
                 groups: Vec::new(),
                 moments: MomentsType::Fp32,
                 master: MasterType::Fp32,
+                muon: None,
                 kind: OptimizerKind::AdamW,
             };
             let groups = param_groups(&units, &optimizer);
@@ -207,10 +225,10 @@ mod tests {
                     unit: number,
                     elems: 0..unit.elems as u64,
                 };
-                let parts = groups.parts(&range, &HYPER);
+                let parts = groups.parts(&range, UpdateRule::AdamW, &HYPER);
                 let own = unit.params.iter().filter(move |param| {
-                    let mut parts = parts.iter().filter(|(_, hyper)| hyper.weight_decay > 0.0);
-                    parts.any(|(elems, _)| elems.contains(&param.offset_elems))
+                    let mut decaying = parts.iter().filter(|part| part.hyper.weight_decay > 0.0);
+                    decaying.any(|part| part.elems.contains(&param.offset_elems))
                 });
                 own.map(|param| param.member).collect::<Vec<_>>()
             });

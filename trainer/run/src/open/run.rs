@@ -84,7 +84,7 @@ impl OpenRun {
 
     /// Fills every tile with its initial weights and commits them as step 0.
     pub(super) fn initialize(&mut self, first: &InitialWeights) -> Result<(), RunError> {
-        let (units, format) = (&self.plan.units, self.plan.format);
+        let (units, formats) = (&self.plan.units, self.plan.formats.clone());
         self.started_with = first.words();
         let mut work = self.progress("filling the tiles");
         // A weight's value depends only on its position, so tiles may be filled in parallel.
@@ -100,7 +100,7 @@ impl OpenRun {
                 let elems = range.elems.start as usize..range.elems.end as usize;
                 let mut masters = vec![0f32; elems.len()];
                 first.fill(&units[range.unit], range.unit, elems, &mut masters)?;
-                init_tile(format, &masters, param, state);
+                init_tile(formats.of_tile(range), &masters, param, state);
                 reach(Point::Filling);
                 Ok::<(), RunError>(())
             })?;

@@ -242,7 +242,7 @@ impl Plan {
         settings: &RunSettings,
         staging: Staging,
     ) -> Result<(), PlanError> {
-        let start = swapper_settings(settings, &self.units, self.format);
+        let start = swapper_settings(settings, &self.units, &self.formats);
         self.swapper = SwapperSettings {
             param_fraction: start.param_fraction,
             state_fraction: start.state_fraction,

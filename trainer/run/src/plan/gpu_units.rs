@@ -87,7 +87,8 @@ impl Plan {
         if self.lives_in_gpu() {
             return self.tile_sums();
         }
-        self.sums_of(self.gpu_ranges())
+        let units = 0..self.units.len();
+        self.sums_of(units.filter(|&unit| self.in_gpu[unit]))
     }
 
     /// Tiles of each kind in GPU memory.
@@ -112,7 +113,7 @@ impl Plan {
     }
 
     /// Tiles of each kind that the first rank has of a unit, which has the most.
-    fn ranges_of(&self, unit: usize) -> u64 {
+    pub(super) fn ranges_of(&self, unit: usize) -> u64 {
         let tile_elems = self.swapper.tile_elems;
         let own = shard_of(
             self.units[unit].elems as u64,
@@ -124,7 +125,7 @@ impl Plan {
     }
 
     fn unit_bytes(&self, unit: usize) -> u64 {
-        self.sums_of(self.ranges_of(unit)).sum_bytes()
+        self.sums_of([unit]).sum_bytes()
     }
 
     /// Keeps the tiles of some units in GPU memory: as large a part of the parameters as is asked for, or the part with which a step

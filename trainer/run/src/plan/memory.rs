@@ -11,6 +11,7 @@ use kernels::adamw::TileFormat;
 use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
+use super::Directions;
 use crate::computation::{
     AttentionKernel, Checkpointing, DEVICE_CONTEXT_BYTES, Work, device_working_bytes,
     kept_bytes_a_token, working_bytes,
@@ -128,6 +129,8 @@ impl ComputeMemory {
         );
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
+        let directions = Directions::new(settings, units);
+        let directions_bytes = directions.map_or(0, |all| all.working_bytes);
         let stage = settings.placement.stage;
         let all: u64 = units.iter().map(bytes).sum();
         // Below stage 2, all gradients stay whole until the end of backward; sums over several micro-batches
@@ -167,7 +170,7 @@ impl ComputeMemory {
                 gradient_sum_bytes,
                 activation_bytes,
                 on_drives_bytes,
-                working_bytes: working(working_bytes),
+                working_bytes: working(working_bytes).max(directions_bytes),
                 ..Self::default()
             };
         };
@@ -204,7 +207,8 @@ impl ComputeMemory {
                 1 => together_tokens * kept,
                 _ => 0,
             },
-            working_bytes: working(device_working_bytes),
+            // Matrices are made orthogonal when the activations are gone.
+            working_bytes: working(device_working_bytes).max(directions_bytes),
             update_bytes: u64::from(streams) * GPU_UPDATERS as u64 * updater_bytes,
             context_bytes: DEVICE_CONTEXT_BYTES + gpu.groups * LINK_BYTES,
         }

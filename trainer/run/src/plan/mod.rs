@@ -20,6 +20,7 @@ mod hardware;
 mod memory;
 #[cfg(test)]
 mod models;
+mod muon;
 mod operations;
 mod outlook;
 mod places;
@@ -33,8 +34,7 @@ mod space;
 mod text;
 mod tiles;
 
-use kernels::adamw::TileFormat;
-use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
+use swapper::{Backing, Bound, Kind, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
 use crate::computation::{AttentionKernel, Checkpointing};
 use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
@@ -47,6 +47,7 @@ pub use choices::{Choice, attention_kernel_name, checkpointing_name};
 pub(crate) use hardware::existing_file_bytes;
 pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
 pub use memory::{ComputeMemory, InputsIn};
+pub use muon::Directions;
 pub use operations::Operations;
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, compare_places};
@@ -60,6 +61,7 @@ use tiles::swapper_settings;
 use training_state::backend::GPU_STAGING_BYTES;
 use training_state::plan::{BusBytes, TileSums};
 use training_state::store::{StoreFiles, device_file_bytes};
+use training_state::update::TileFormats;
 
 /// Fewest slots that a swapper can work with.
 const STAGING_LEAST: Staging = Staging::Slots {
@@ -75,7 +77,9 @@ pub struct Plan {
     pub swapper: SwapperSettings,
     pub units: Vec<UnitLayout>,
     /// Storage of the tiles' numbers.
-    pub format: TileFormat,
+    pub formats: TileFormats,
+    /// Bytes of the slots for the state of each unit.
+    state_bytes: Vec<u64>,
     /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
@@ -119,6 +123,8 @@ pub struct Plan {
     documents: Vec<usize>,
     /// Operations of a step of this process, from which rates and the MFU are computed.
     pub operations: Operations,
+    /// What Muon does with whole matrices after backward; `None` with another optimizer.
+    pub directions: Option<Directions>,
     /// Part of the time of forward and backward for attention.
     pub attention_s: f64,
     pub stage: Stage,
@@ -171,10 +177,19 @@ impl Plan {
     /// Like [`Plan::new`], without searching for settings that would fit.
     fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let units = unit_layouts(&settings.model);
-        let format = settings.tile_format();
-        let mut swapper = swapper_settings(settings, &units, format);
+        let formats = tiles::formats(settings, &units);
+        let mut swapper = swapper_settings(settings, &units, &formats);
         // Planned with the fewest slots first; staging is chosen once everything else is known.
         let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);
+        let layout = swapper.cut()?;
+        let state_bytes = layout.units().iter().cloned();
+        let state_bytes = state_bytes
+            .map(|ranges| {
+                ranges
+                    .map(|range| layout.own_slot_bytes(Kind::State, range))
+                    .sum()
+            })
+            .collect();
         let rates = StepRates::default();
         let placement = &settings.placement;
         let lives_in_gpu = hardware.gpu.is_some()
@@ -187,7 +202,8 @@ impl Plan {
             node_bytes: StepBytes::default(),
             swapper,
             units,
-            format,
+            formats,
+            state_bytes,
             compute: ComputeMemory::default(),
             checkpointing: Checkpointing::default(),
             attention: AttentionKernel::Torch,
@@ -206,6 +222,7 @@ impl Plan {
             documents: Vec::new(),
             operations: Operations::new(settings, settings.model.params_count() as u64, &[]),
             attention_s: 0.0,
+            directions: None,
             params_count: settings.model.params_count() as u64,
             stage: settings.placement.stage,
             ranks: settings.ranks,

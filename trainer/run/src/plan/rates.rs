@@ -2,6 +2,7 @@
 
 use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
+use super::Directions;
 use super::memory::{GpuUse, InputsIn};
 use super::operations::{self, Computing, Times};
 use super::{BusBytes, ComputeMemory, FigureSource, Plan, SequenceExchange, TileSums};
@@ -109,7 +110,7 @@ impl Plan {
     pub(super) fn wanted_copy_bytes(&self) -> u64 {
         let parts = self.units.iter();
         let parts = parts.map(|unit| copied_elems(unit.elems, self.local_ranks));
-        (parts.sum::<usize>() * self.format.master.param_bytes()) as u64
+        (parts.sum::<usize>() * self.formats.master().param_bytes()) as u64
     }
 
     pub(super) fn set_compute(&mut self, settings: &RunSettings) {
@@ -118,7 +119,7 @@ impl Plan {
             checkpointing: self.checkpointing,
             attention: self.attention,
             optimizer_device: self.optimizer_device,
-            format: self.format,
+            format: self.formats.largest(),
             tile_elems: self.swapper.tile_elems,
             groups: u64::from(self.ranks > 1)
                 + u64::from(self.sequence_ranks > 1)
@@ -167,19 +168,34 @@ impl Plan {
             self.bus = BusBytes::new(&tiles, self.gathers(), share, away_bytes)
                 .with_copy(self.copy_bytes)
                 .with_gathers(again_bytes)
+                .with_copy(self.direction_bytes(settings))
                 .with_commits(self.committed_from_gpu());
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = both_s;
         }
         let network_bytes = self.network_bytes_of() + self.exchanged_network_bytes();
         let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
+        let directions = Directions::new(settings, &self.units).map(|directions| {
+            let tflops = match self.hardware.tflops.source {
+                FigureSource::Assumed => self.operations.sum() / times.sum() / 1e12,
+                _ => self.hardware.tflops.value,
+            };
+            directions.at(tflops)
+        });
+        self.directions = directions;
+        let network_bytes = network_bytes
+            + directions.map_or(0, |directions| {
+                let elsewhere = u64::from(self.ranks - self.local_ranks);
+                elsewhere * directions.gathered_bytes / u64::from(self.ranks)
+            });
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
             staging_bytes: (self.memory.staging_bytes() as f64 * ranks)
                 + (self.memory.scratch_slot_bytes() * u64::from(self.local_ranks)) as f64,
             forward_s: beside_updates_s,
-            backward_s: after_s,
+            // Directions wait for the norm of all gradients.
+            backward_s: after_s + directions.map_or(0.0, |directions| directions.s),
             update_s,
             bus_s,
             network_s: network_bytes as f64 / hardware.network_bytes_per_s.value,
@@ -268,6 +284,13 @@ impl Plan {
         1 + u64::from(again)
     }
 
+    /// Bytes of matrices that go to the GPU to be made orthogonal, and come back as directions.
+    fn direction_bytes(&self, settings: &RunSettings) -> u64 {
+        let params = Directions::new(settings, &self.units).map_or(0, |all| all.params);
+        let own = params as f64 * (1.0 - self.gpu_fraction()) / f64::from(self.swapper.ranks);
+        (own * self.formats.master().param_bytes() as f64) as u64
+    }
+
     /// Bytes that a node sends to others in a step. Each shard of parameters reaches every other node once for each gather, and
     /// each shard of gradients crosses once on its way to its sum.
     fn network_bytes_of(&self) -> u64 {
@@ -287,17 +310,19 @@ impl Plan {
 
     /// Sums over this process's tiles, wherever they are.
     pub(super) fn tile_sums(&self) -> TileSums {
-        self.sums_of(u64::from(self.memory.range_count))
+        self.sums_of(0..self.units.len())
     }
 
-    /// Sums over `count` tiles of each kind.
-    pub(super) fn sums_of(&self, count: u64) -> TileSums {
+    /// Sums over the tiles of `units`.
+    pub(super) fn sums_of(&self, units: impl IntoIterator<Item = usize>) -> TileSums {
         let memory = &self.memory;
-        let all = |slot_bytes: u64| slot_bytes * count;
-        TileSums {
-            param_bytes: all(memory.param_slot_bytes),
-            state_bytes: all(memory.state_slot_bytes),
-            grad_bytes: all(memory.grad_slot_bytes),
+        let mut sums = TileSums::default();
+        for unit in units {
+            let count = self.ranges_of(unit);
+            sums.param_bytes += count * memory.param_slot_bytes;
+            sums.state_bytes += self.state_bytes[unit];
+            sums.grad_bytes += count * memory.grad_slot_bytes;
         }
+        sums
     }
 }

@@ -28,6 +28,9 @@ impl fmt::Display for Plan {
         if let Some(line) = self.sequence_line() {
             write!(f, "\n{line}")?;
         }
+        if let Some(directions) = &self.directions {
+            write!(f, "\n{directions}")?;
+        }
         self.bound_lines(f)?;
         write!(f, "\n{}", self.outlook())?;
         if let Some(checkpoints) = &self.checkpoints {

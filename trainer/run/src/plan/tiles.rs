@@ -1,6 +1,6 @@
 //! Converts settings to those of the swapper.
 
-use kernels::adamw::TileFormat;
+use kernels::adamw::UpdateRule;
 use swapper::{Backing, Staging, StoreSettings, SwapperSettings, UnitShape};
 
 use crate::config::{
@@ -8,22 +8,46 @@ use crate::config::{
 };
 use crate::model::UnitLayout;
 use training_state::plan::choose::STAGING_BYTES_ASSUMED;
-use training_state::update::tile_bytes;
+use training_state::update::{TileFormats, tile_bytes};
+
+/// Storage of each tile's numbers.
+pub(super) fn formats(settings: &RunSettings, units: &[UnitLayout]) -> TileFormats {
+    let format = settings.tile_format();
+    if format.rule != UpdateRule::Muon {
+        return format.into();
+    }
+    let rest = |unit: &UnitLayout| {
+        let params = unit.params.iter();
+        let rest = params.filter(|param| !param.member.is_block_matrix());
+        let elems = rest.map(|param| param.range_elems());
+        elems
+            .map(|elems| elems.start as u64..elems.end as u64)
+            .collect()
+    };
+    TileFormats::muon(format.master, format.moments, units.iter().map(rest))
+}
 
 /// Settings of the swapper that a plan starts from. Values still to be chosen are at their minimum.
 pub(super) fn swapper_settings(
     settings: &RunSettings,
     units: &[UnitLayout],
-    format: TileFormat,
+    formats: &TileFormats,
 ) -> SwapperSettings {
+    let is_muon = settings.optimizer.muon.is_some();
+    let has_matrices = |unit: &UnitLayout| {
+        unit.params
+            .iter()
+            .any(|param| param.member.is_block_matrix())
+    };
     let shapes: Vec<UnitShape> = units
         .iter()
-        .map(|unit| UnitShape {
+        .enumerate()
+        .map(|(number, unit)| UnitShape {
             elems: unit.elems as u64,
-            tile_bytes: tile_bytes(format, format.master.grad_bytes()),
+            tile_bytes: tile_bytes(formats.usual(), formats.master().grad_bytes()),
             trained: true,
-            other_state: None,
-            revised: false,
+            other_state: formats.other_state(number),
+            revised: is_muon && has_matrices(unit),
             external: false,
         })
         .collect();

@@ -498,8 +498,12 @@ mod tests {
             "optimizer.groups",
             "optimizer.master",
             "optimizer.moments",
+            "optimizer.params.adjust_lr_fn",
             "optimizer.params.decay",
+            "optimizer.params.nesterov",
             "optimizer.params.no_decay",
+            "optimizer.params.ns_coefficients",
+            "optimizer.params.ns_steps",
             "scheduler.params.warmup_steps",
             "scheduler.params.warmup_ratio",
         ];

@@ -5,7 +5,8 @@ use crate::error::SettingsError;
 use crate::reader::{Reader, Remarks};
 use crate::toml::{Bf16Toml, OptimizerParamsToml, OptimizerToml, ParamGroupToml, Switch};
 use crate::values::{
-    Decaying, MasterType, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings,
+    AdjustLr, Decaying, MasterType, MomentsType, MuonSettings, OptimizerKind, OptimizerSettings,
+    ParamGroupSettings,
 };
 
 /// Learning rate that Hugging Face's Trainer uses by default.
@@ -14,6 +15,13 @@ const TRAINER_LR: f64 = 5e-5;
 const ADAM_LR: f64 = 1e-3;
 /// Learning rate that Lion's authors use by default.
 const LION_LR: f64 = 1e-4;
+
+/// Decay of Muon's momentum, steps and coefficients of its iteration: torch.optim.Muon's.
+const MUON_MOMENTUM: f64 = 0.95;
+const NS_STEPS: u64 = 5;
+const NS_COEFFICIENTS: [f64; 3] = [3.4445, -4.775, 2.0315];
+/// torch.optim.Muon refuses 100.
+const NS_STEPS_MAX: u64 = 99;
 
 /// Path of the groups.
 pub const GROUPS: &str = "optimizer.groups";
@@ -39,6 +47,7 @@ pub fn optimizer(
     match name.to_ascii_lowercase().as_str() {
         "adamw" => {}
         "lion" => kind = OptimizerKind::Lion,
+        "muon" if reader == Reader::Trainer => kind = OptimizerKind::Muon,
         // DeepSpeed's Adam decouples weight decay by default.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
         "adam" => faults.0.push(value(
@@ -50,8 +59,10 @@ pub fn optimizer(
             format!("\"{name}\" is not supported: {}", instead_of(name, reader)),
         )),
     }
+    let is_muon = kind == OptimizerKind::Muon;
     let lr = match params.lr {
         Some(lr) => lr,
+        None if is_muon && params.muon_lr.is_some() && params.adam_lr.is_some() => f64::NAN,
         None if is_left_out(optimizer) => {
             said.warnings.push(format!(
                 "no optimizer is set: using AdamW with a learning rate of {TRAINER_LR:e}, as Hugging Face's Trainer does; set optimizer.params.lr to change it"
@@ -60,7 +71,7 @@ pub fn optimizer(
         }
         None => {
             let (lr, whose) = match kind {
-                OptimizerKind::AdamW => (ADAM_LR, "PyTorch's"),
+                OptimizerKind::AdamW | OptimizerKind::Muon => (ADAM_LR, "PyTorch's"),
                 OptimizerKind::Lion => (LION_LR, "its authors'"),
             };
             said.warnings.push(format!(
@@ -70,7 +81,7 @@ pub fn optimizer(
         }
     };
     let betas = match kind {
-        OptimizerKind::AdamW => [0.9, 0.999],
+        OptimizerKind::AdamW | OptimizerKind::Muon => [0.9, 0.999],
         OptimizerKind::Lion => [0.9, 0.99],
     };
     if kind == OptimizerKind::Lion && params.eps.is_some() {
@@ -79,6 +90,9 @@ pub fn optimizer(
     let decay = faults.collect(decaying(params));
     let moments = faults.collect(moments("optimizer.moments", &optimizer.moments, bf16));
     let master = faults.collect(master("optimizer.master", &optimizer.master, bf16));
+    let muon = faults.collect(muon(params, kind, lr));
+    let lr = params.muon_lr.filter(|_| is_muon).unwrap_or(lr);
+    check_muon_formats(kind, optimizer, bf16, faults);
     let groups = optimizer.groups.iter().flatten();
     let groups = groups.map(|group| faults.collect(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
@@ -92,6 +106,7 @@ pub fn optimizer(
         groups: groups?,
         moments: moments?,
         master: master?,
+        muon: muon?,
     };
     faults.collect(not_negative("optimizer.params.lr", settings.lr));
     faults.collect(not_negative(
@@ -110,6 +125,115 @@ pub fn optimizer(
             .push(value("optimizer.params.eps", "must be more than 0"));
     }
     Some(settings)
+}
+
+/// Resolves Muon's own parameters, which other optimizers do not have. `lr` is that of `optimizer.params.lr`.
+fn muon(
+    params: &OptimizerParamsToml,
+    kind: OptimizerKind,
+    lr: f64,
+) -> Result<Option<MuonSettings>, SettingsError> {
+    let own = [
+        ("optimizer.params.muon_lr", params.muon_lr.is_some()),
+        ("optimizer.params.adam_lr", params.adam_lr.is_some()),
+        ("optimizer.params.momentum", params.momentum.is_some()),
+        ("optimizer.params.nesterov", params.nesterov.is_some()),
+        ("optimizer.params.ns_steps", params.ns_steps.is_some()),
+        (
+            "optimizer.params.ns_coefficients",
+            params.ns_coefficients.is_some(),
+        ),
+        (
+            "optimizer.params.adjust_lr_fn",
+            params.adjust_lr_fn.is_some(),
+        ),
+    ];
+    if kind != OptimizerKind::Muon {
+        return match own.iter().find(|(_, is_set)| *is_set) {
+            Some((key, _)) => Err(value(
+                key,
+                format!(
+                    "is Muon's, and optimizer.type is \"{}\": leave it out",
+                    kind.word()
+                ),
+            )),
+            None => Ok(None),
+        };
+    }
+    let words = [AdjustLr::Original, AdjustLr::MatchRmsAdamw].map(|rule| (rule.word(), rule));
+    let settings = MuonSettings {
+        adam_lr: params.adam_lr.unwrap_or(lr),
+        momentum: params.momentum.unwrap_or(MUON_MOMENTUM),
+        nesterov: params.nesterov.unwrap_or(true),
+        ns_steps: params.ns_steps.unwrap_or(NS_STEPS),
+        ns_coefficients: params.ns_coefficients.unwrap_or(NS_COEFFICIENTS),
+        adjust_lr_fn: word(
+            "optimizer.params.adjust_lr_fn",
+            params.adjust_lr_fn.as_deref(),
+            &words,
+        )?,
+    };
+    for (key, number) in [
+        ("optimizer.params.muon_lr", params.muon_lr.unwrap_or(0.0)),
+        ("optimizer.params.adam_lr", settings.adam_lr),
+    ] {
+        not_negative(key, number)?;
+    }
+    if settings.adam_lr > 0.0 && params.muon_lr.unwrap_or(lr) == 0.0 {
+        return Err(value(
+            "optimizer.params.adam_lr",
+            "needs a rate of matrices above 0: the schedule of the learning rate is scaled by their ratio",
+        ));
+    }
+    if !(0.0..1.0).contains(&settings.momentum) {
+        return Err(value(
+            "optimizer.params.momentum",
+            "must be at least 0 and less than 1",
+        ));
+    }
+    if !(1..=NS_STEPS_MAX).contains(&settings.ns_steps) {
+        return Err(value(
+            "optimizer.params.ns_steps",
+            format!("must be 1 to {NS_STEPS_MAX}"),
+        ));
+    }
+    if settings.ns_coefficients.iter().any(|one| !one.is_finite()) {
+        return Err(value(
+            "optimizer.params.ns_coefficients",
+            "must be three numbers",
+        ));
+    }
+    Ok(Some(settings))
+}
+
+/// Refuses number formats that Muon's state does not have.
+fn check_muon_formats(
+    kind: OptimizerKind,
+    optimizer: &OptimizerToml,
+    bf16: &Bf16Toml,
+    faults: &mut Faults,
+) {
+    let formats = [
+        (
+            "optimizer.moments",
+            optimizer.moments.as_deref(),
+            bf16.bf16_optimizer_states,
+        ),
+        (
+            "optimizer.master",
+            optimizer.master.as_deref(),
+            bf16.bf16_master_weights_and_grads,
+        ),
+    ];
+    for (key, given, switch) in formats {
+        let is_other = given.is_some_and(|word| word != "fp32") || switch == Some(true);
+        if kind == OptimizerKind::Muon && is_other {
+            faults.0.push(value(
+                key,
+                "Muon's momentum and masters are fp32: leave it out, or use optimizer.type = \"AdamW\" or \"Lion\"",
+            ));
+        }
+    }
 }
 
 /// Resolves how moments are stored: by our key, or by DeepSpeed's switch.
@@ -188,7 +312,7 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
         };
     }
     if kind.contains("muon") {
-        "use \"AdamW\" or \"Lion\"; the Python package has Muon, for models whose parameters fit into GPU memory: offloadd.optim.Muon"
+        "use \"Muon\""
     } else if kind == "adafactor" {
         "its factored second moments need whole matrices, and tiles are parts of them; use \"Lion\", or \"AdamW\" with optimizer.moments = \"bf16\", whose state is small too"
     } else if kind.starts_with("onebit") || kind.starts_with("zeroone") {

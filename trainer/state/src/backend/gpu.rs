@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   a unit      param   parameters                             read by forward and backward
-//!               state   residuals | momenta | variances        one tile as long as this rank's shard
+//!               state   residuals | momenta | variances        one tile as long as this rank's shard; with Muon one for each run of tiles of one format
 //!               grad    gradients                              where backward leaves them
 //! ```
 //!
@@ -25,7 +25,7 @@ use swapper::{
     Kind, Layout, Optimizer, SwapperError, TileRange, TileUpdate, TileVisitor, UninitTile,
 };
 
-use crate::update::ParamGroups;
+use crate::update::{ParamGroups, TileFormats};
 
 /// Host memory for initial contents and reads.
 pub const GPU_STAGING_BYTES: usize = 256 << 20;
@@ -35,8 +35,45 @@ pub struct UnitTiles {
     /// The shard's elements of the unit.
     elems: Range<u64>,
     pub param: DeviceBuffer,
+    /// Consecutive elements whose state is one tile, and its offset in `state`.
+    runs: Vec<Run>,
     state: DeviceBuffer,
     pub grad: DeviceBuffer,
+}
+
+/// Tiles of one format that follow one another.
+struct Run {
+    elems: Range<u64>,
+    format: TileFormat,
+    state_at: usize,
+}
+
+impl Run {
+    fn elems_count(&self) -> usize {
+        (self.elems.end - self.elems.start) as usize
+    }
+}
+
+/// The runs of consecutive `ranges`, and the bytes of their state.
+fn runs(ranges: &[TileRange], formats: &TileFormats) -> (Vec<Run>, usize) {
+    let mut runs: Vec<Run> = Vec::new();
+    for range in ranges {
+        let format = formats.of_tile(range);
+        match runs.last_mut() {
+            Some(run) if run.format == format => run.elems.end = range.elems.end,
+            _ => runs.push(Run {
+                elems: range.elems.clone(),
+                format,
+                state_at: 0,
+            }),
+        }
+    }
+    let mut end = 0;
+    for run in &mut runs {
+        run.state_at = end;
+        end += state_tile_bytes(run.format, run.elems_count());
+    }
+    (runs, end)
 }
 
 /// The tiles of one rank in one GPU.
@@ -45,7 +82,7 @@ pub struct GpuBackend {
     /// Torch's stream, so that computing and updating run one after the other.
     stream: Stream,
     layout: Layout,
-    format: TileFormat,
+    formats: TileFormats,
     groups: ParamGroups,
     units: Arc<Vec<UnitTiles>>,
     /// Reached when the newest update has run.
@@ -56,7 +93,7 @@ pub struct GpuBackend {
 pub struct GpuReader {
     gpu: Gpu,
     stream: Stream,
-    format: TileFormat,
+    master: Master,
     units: Arc<Vec<UnitTiles>>,
     updated: Arc<Mutex<Option<Event>>>,
 }
@@ -71,7 +108,7 @@ impl GpuReader {
             }
         }
         let unit = &self.units[tile.range.unit];
-        unit.read((&self.gpu, &self.stream), self.format, tile)
+        unit.read((&self.gpu, &self.stream), self.master, tile)
     }
 }
 
@@ -105,9 +142,10 @@ impl GpuBackend {
     pub fn new(
         gpu: &Gpu,
         layout: Layout,
-        format: TileFormat,
+        formats: TileFormats,
         groups: ParamGroups,
     ) -> Result<Self, GpuError> {
+        let master = formats.master();
         let mut units = Vec::with_capacity(layout.units().len());
         for ranges in layout.units() {
             let all = &layout.ranges()[ranges.start as usize..ranges.end as usize];
@@ -116,18 +154,20 @@ impl GpuBackend {
                 _ => 0..0,
             };
             let count = (elems.end - elems.start) as usize;
+            let (runs, state_bytes) = runs(all, &formats);
             units.push(UnitTiles {
                 elems,
-                param: gpu.alloc(count * format.master.param_bytes())?,
-                state: gpu.alloc(state_tile_bytes(format, count))?,
-                grad: gpu.alloc(count * format.master.grad_bytes())?,
+                param: gpu.alloc(count * master.param_bytes())?,
+                runs,
+                state: gpu.alloc(state_bytes)?,
+                grad: gpu.alloc(count * master.grad_bytes())?,
             });
         }
         Ok(Self {
             stream: gpu.default_stream(),
             gpu: gpu.clone(),
             layout,
-            format,
+            formats,
             groups,
             units: Arc::new(units),
             updated: Arc::default(),
@@ -142,7 +182,7 @@ impl GpuBackend {
         Ok(GpuReader {
             gpu: self.gpu.clone(),
             stream: self.gpu.stream()?,
-            format: self.format,
+            master: self.formats.master(),
             units: self.units.clone(),
             updated: self.updated.clone(),
         })
@@ -189,9 +229,9 @@ impl GpuBackend {
             return Ok(());
         }
         let unit = &self.units[range.unit];
-        let params = [(unit.param_at(self.format.master, range), param)];
+        let params = [(unit.param_at(self.formats.master(), range), param)];
         self.gpu.upload(&self.stream, &unit.param, &params)?;
-        let places = unit.state_at(self.format, range);
+        let places = unit.state_at(range);
         let states = places.map(|(at, bytes)| (at, &state[bytes]));
         self.gpu.upload(&self.stream, &unit.state, &states)
     }
@@ -200,23 +240,25 @@ impl GpuBackend {
     pub(super) fn update(&mut self, hyper: &Hyper) -> Result<(), GpuError> {
         let kernels = self.gpu.kernels()?;
         for (number, unit) in self.units.iter().enumerate() {
-            if unit.elems.is_empty() {
-                continue;
-            }
-            let tile = TileAt {
-                format: self.format,
-                param: unit.param.at(0),
-                state: unit.state.at(0),
-                grad: unit.grad.at(0),
-                grad_type: self.format.master.grad_type(),
-                elems: (unit.elems.end - unit.elems.start) as usize,
-            };
-            let shard = TileRange {
-                unit: number,
-                elems: unit.elems.clone(),
-            };
-            for (part, hyper) in self.groups.parts(&shard, hyper) {
-                kernels.adamw_range(&self.stream, &hyper, tile, part)?;
+            for run in &unit.runs {
+                let format = run.format;
+                let first = (run.elems.start - unit.elems.start) as usize;
+                let range = TileRange {
+                    unit: number,
+                    elems: run.elems.clone(),
+                };
+                for part in self.groups.parts(&range, format.rule, hyper) {
+                    let rule = part.rule;
+                    let tile = TileAt {
+                        format: TileFormat { rule, ..format },
+                        param: unit.param.at(first * format.master.param_bytes()),
+                        state: unit.state.at(run.state_at),
+                        grad: unit.grad.at(first * format.master.grad_bytes()),
+                        grad_type: format.master.grad_type(),
+                        elems: run.elems_count(),
+                    };
+                    kernels.adamw_range(&self.stream, &part.hyper, tile, part.elems)?;
+                }
             }
         }
         let mut updated = self.updated.lock().unwrap_or_else(PoisonError::into_inner);
@@ -255,7 +297,7 @@ impl GpuBackend {
                 param: &mut *param,
                 state: &mut *state,
             };
-            unit.read((&self.gpu, &self.stream), self.format, tile)?;
+            unit.read((&self.gpu, &self.stream), self.formats.master(), tile)?;
             see(range, param, state);
         }
         Ok(())
@@ -287,11 +329,28 @@ impl GpuBackend {
 }
 
 impl UnitTiles {
+    /// This rank's elements of the unit.
+    pub fn elems(&self) -> &Range<u64> {
+        &self.elems
+    }
+
+    pub fn state(&self) -> &DeviceBuffer {
+        &self.state
+    }
+
+    /// Consecutive elements of the unit, with the offset in bytes of their momenta in the state.
+    pub fn momenta(&self) -> impl Iterator<Item = (Range<u64>, usize)> + '_ {
+        self.runs.iter().map(|run| {
+            let [_, momenta, ..] = state_planes(run.format, run.elems_count());
+            (run.elems.clone(), run.state_at + momenta.start)
+        })
+    }
+
     /// Copies the tiles of `tile.range` to it.
     fn read(
         &self,
         (gpu, stream): (&Gpu, &Stream),
-        format: TileFormat,
+        master: Master,
         tile: UninitTile<'_>,
     ) -> Result<(), GpuError> {
         let UninitTile {
@@ -299,11 +358,11 @@ impl UnitTiles {
             param,
             state,
         } = tile;
-        let param_at = self.param_at(format.master, range);
+        let param_at = self.param_at(master, range);
         gpu.download(stream, &self.param, &mut [(param_at, param)])?;
         // The padding of planes is zero in every tile.
         state.fill(0);
-        for (at, bytes) in self.state_at(format, range) {
+        for (at, bytes) in self.state_at(range) {
             gpu.download(stream, &self.state, &mut [(at, &mut state[bytes])])?;
         }
         Ok(())
@@ -318,14 +377,22 @@ impl UnitTiles {
     }
 
     /// Offset of each plane of a range's state in the shard, and the plane's bytes in the range's tile.
-    fn state_at(&self, format: TileFormat, range: &TileRange) -> [(usize, Range<usize>); 5] {
+    fn state_at(&self, range: &TileRange) -> [(usize, Range<usize>); 5] {
+        let run = self
+            .runs
+            .iter()
+            .find(|run| run.elems.end > range.elems.start);
+        let run = run.expect("every range is in a run");
         let count = |elems: &Range<u64>| (elems.end - elems.start) as usize;
-        let own = state_planes(format, count(&self.elems));
-        let tile = state_planes(format, count(&range.elems));
-        let before = state_planes(format, self.elem_at(range));
+        let own = state_planes(run.format, run.elems_count());
+        let tile = state_planes(run.format, count(&range.elems));
+        let before = state_planes(run.format, count(&(run.elems.start..range.elems.start)));
         std::array::from_fn(|plane| {
             let skipped = before[plane].len();
-            (own[plane].start + skipped, tile[plane].clone())
+            (
+                run.state_at + own[plane].start + skipped,
+                tile[plane].clone(),
+            )
         })
     }
 }

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex};
 
-use kernels::adamw::{Hyper, Master, Rounding, TileFormat, init_tile};
+use kernels::adamw::{Hyper, Master, Moments, Rounding, init_tile, write_moments};
 use kernels::gpu::Gpu;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
@@ -21,7 +21,9 @@ use swapper::{
 };
 use training_state::backend::{BackendError, BesideGpu, Both, GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, TappedOptimizer};
-use training_state::update::{ByGroup, CpuUpdate, ParamGroup, ParamGroups, tile_bytes};
+use training_state::update::{
+    ByGroup, CpuUpdate, ParamGroup, ParamGroups, TileFormats, tile_bytes,
+};
 
 const UNITS: [u64; 5] = [40_000, 20_032, 20_032, 20_032, 8192];
 const TILE_ELEMS: u64 = 8192;
@@ -72,30 +74,52 @@ impl<S, O: Optimizer<S>> Optimizer<S> for GatedOptimizer<O> {
 /// Contents by unit and first element.
 type Tiles = BTreeMap<(usize, u64), (Vec<u8>, Vec<u8>)>;
 
-fn format() -> TileFormat {
-    Master::SplitBf16.into()
+/// Elements that AdamW updates; those between them are updated by directions. Some tiles have both, and the last unit has the first only.
+fn rest(elems: u64) -> Vec<Range<u64>> {
+    match elems {
+        40_000 => vec![0..64, 20_000..20_064],
+        8192 => std::iter::once(0..8192).collect(),
+        _ => std::iter::once(64..128).collect(),
+    }
+}
+
+fn formats() -> TileFormats {
+    TileFormats::muon(Master::SplitBf16, Moments::Fp32, UNITS.map(rest))
 }
 
 fn groups() -> ParamGroups {
-    let group = ParamGroup {
+    let group = |by_direction| ParamGroup {
         lr_factor: 1.0,
         weight_decay: 0.1,
+        by_direction,
     };
-    ParamGroups::new(UNITS.map(|elems| (elems, [(0, group)])))
+    let of_unit = |elems: u64| {
+        let rest = rest(elems).into_iter();
+        let changes = rest.flat_map(|rest| [(rest.start, false), (rest.end, true)]);
+        let mut changes: Vec<_> = changes.collect();
+        if changes[0].0 > 0 {
+            changes.insert(0, (0, true));
+        }
+        changes.retain(|(first, _)| *first < elems);
+        let groups = changes.into_iter();
+        groups.map(move |(first, by_direction)| (first, group(by_direction)))
+    };
+    ParamGroups::new(UNITS.map(|elems| (elems, of_unit(elems))))
 }
 
 fn settings(backing: Backing, schedule: Schedule, commit_every: u64) -> SwapperSettings {
     SwapperSettings {
-        units: UNITS
-            .map(|elems| UnitShape {
+        units: (0..)
+            .zip(UNITS)
+            .map(|(unit, elems)| UnitShape {
                 elems,
-                tile_bytes: tile_bytes(format(), format().master.grad_bytes()),
+                tile_bytes: tile_bytes(formats().usual(), formats().master().grad_bytes()),
                 trained: true,
-                other_state: None,
+                other_state: formats().other_state(unit),
                 revised: false,
                 external: false,
             })
-            .to_vec(),
+            .collect(),
         tile_elems: TILE_ELEMS,
         param_fraction: 0.0,
         state_fraction: 0.0,
@@ -131,7 +155,7 @@ fn open(
         for (unit, there) in kept.units.iter_mut().zip(in_gpu) {
             unit.elems *= u64::from(*there);
         }
-        GpuBackend::new(gpu, kept.cut().unwrap(), format(), groups()).unwrap()
+        GpuBackend::new(gpu, kept.cut().unwrap(), formats(), groups()).unwrap()
     });
     let mut streamed = settings.clone();
     for (unit, there) in streamed.units.iter_mut().zip(in_gpu) {
@@ -139,10 +163,10 @@ fn open(
     }
     let optimizer = || {
         let groups = groups();
-        let format = format();
+        let formats = formats();
         let optimizer = BesideGpu {
             optimizer: TappedOptimizer {
-                optimizer: CpuUpdate(ByGroup { format, groups }),
+                optimizer: CpuUpdate(ByGroup { formats, groups }),
                 checkpoint_tap: CheckpointTap::default(),
             },
             reader: backend.as_ref().map(|backend| backend.reader().unwrap()),
@@ -184,7 +208,11 @@ fn initialize(tiles: &mut TileBackend) {
                 .collect();
             blank.param.fill(0);
             blank.state.fill(0);
-            init_tile(format(), &masters, blank.param, blank.state);
+            let format = formats().of_tile(blank.range);
+            init_tile(format, &masters, blank.param, blank.state);
+            // Matrices keep the momentum that they begin with.
+            let (elems, variance) = (masters.len(), vec![0.0; masters.len()]);
+            write_moments(format, blank.state, elems, 0..elems, [&masters, &variance]);
         }
         Ok::<(), BackendError>(())
     };

@@ -315,6 +315,11 @@ impl Engine {
         UnitWeights::over(buffer, &self.units[unit], self.kind)
     }
 
+    /// Numbers of weights and gradients.
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
     /// Moves tokens to the device of this engine. Tokens on another device also work, but are copied at each
     /// use.
     ///

@@ -20,6 +20,7 @@
 //!   documents.rs                        several documents in a sequence
 //!   sequence.rs                         a sequence on several ranks
 //!   engine.rs, memory.rs                computation of a unit; the memory that it takes
+//!   muon.rs                             gradients of a block to Muon's directions
 //! ```
 //!
 //! Guarantees: the same weights and tokens give the same bits each time, wherever the caller's buffers are;
@@ -35,6 +36,7 @@ mod explicit;
 mod grads;
 mod head;
 mod linear;
+mod muon;
 mod norm;
 mod params;
 mod positions;

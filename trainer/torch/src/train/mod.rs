@@ -31,7 +31,7 @@ use crate::compute::{self, ComputeError, Engine};
 use crate::ranks::{check_same_settings, connect, first_ranks_of, nodes_of, ranks_of};
 use crate::torch_support::torch_support;
 use inputs::InputPlace;
-use mover::{Memory, NodeRanks, Shards, TilesIn};
+use mover::{Memory, Muon, NodeRanks, Shards, TilesIn};
 use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
@@ -423,14 +423,23 @@ fn take_memory(
         .leaving_out(settings.dropout, settings.train.seed);
     let tiles_in = TilesIn::from_plan(&prepared.plan);
     let stage = settings.placement.stage;
-    let (master, tiles) = (prepared.plan.format.master, &prepared.plan.swapper);
+    let (master, tiles) = (prepared.plan.formats.master(), &prepared.plan.swapper);
+    let muon = Muon::new(settings, &prepared.plan);
     let shards =
         Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage).with_copies(node);
     let batch = settings.batch;
     let group_size = prepared.plan.micro_batch_group;
     let inputs = InputPlace::from_plan(&prepared.plan, gpu.as_ref())?;
     let batches = (batch, group_size, inputs);
-    Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards)
+    Stepper::new(
+        engine,
+        gpu,
+        batches,
+        (master, muon),
+        tiles_in,
+        stage,
+        shards,
+    )
 }
 
 /// Opens the run's tokens: the first rank of each node tokenizes if the cache lacks them, then all read them.

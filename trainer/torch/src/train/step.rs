@@ -17,7 +17,7 @@ use super::TrainError;
 use super::clock::Clock;
 use super::groups::{GroupSums, Groups, Sinks};
 use super::inputs::{BlockInputs, InputPlace};
-use super::mover::{self, ExchangedBytes, Memory, Shards, Tiles, TilesIn};
+use super::mover::{self, ExchangedBytes, Memory, Muon, Shards, Tiles, TilesIn};
 use super::step_order::{self, EMBEDDING, PlannedTurn, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, LossHandle, Tokens};
@@ -42,6 +42,7 @@ pub(super) struct Stepper {
     /// The ranks that divide each sequence; `None` if this one has whole sequences.
     sequence: Option<Arc<TensorExchange>>,
     gpu: Option<Gpu>,
+    muon: Option<Muon>,
     inputs: InputPlace,
     training: Arc<step_order::Pass>,
     evaluation: Arc<step_order::Pass>,
@@ -166,7 +167,7 @@ impl Stepper {
         engine: Engine,
         gpu: Option<Gpu>,
         (batch, group_size, inputs): (Batch, usize, InputPlace),
-        master: Master,
+        (master, muon): (Master, Option<Muon>),
         tiles_in: TilesIn,
         stage: Stage,
         shards: Shards,
@@ -179,18 +180,18 @@ impl Stepper {
         let memory = Memory::new(&engine, gpu_of, master, stage, buffers, tiles_in, &shards)?;
         let groups = Groups::new(batch.micro_batches, group_size);
         let sums = (groups.count() > 1).then(|| GroupSums::new(&engine));
+        let copies = shards.keeps_copies();
+        let training = step_order::Pass::training(units, ahead, stage, groups.count(), copies);
         let stepper = Self {
             gpu,
             groups,
             sums: sums.transpose()?,
             inputs,
-            training: Arc::new(step_order::Pass::training(
-                units,
-                ahead,
-                stage,
-                groups.count(),
-                shards.keeps_copies(),
-            )),
+            training: Arc::new(match &muon {
+                Some(_) => training.with_directions(units - 1),
+                None => training,
+            }),
+            muon,
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
             next: None,
             sequence: None,
@@ -263,7 +264,7 @@ impl Stepper {
         self.shards.take_exchanged();
         let mut held_bytes = 0;
         let training = self.training.clone();
-        for planned in training.step_order() {
+        for planned in training.around_norm().0 {
             begins(&pass.words(planned.turn, head));
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.grads.held_bytes());
@@ -296,6 +297,37 @@ impl Stepper {
             exchanged: self.shards.take_exchanged(),
             held_bytes,
         })
+    }
+
+    /// Replaces the gradients of matrices by directions, with Muon, and begins to update their blocks. The step must then be finished with the same
+    /// `hyper`.
+    pub(super) fn orthogonalize(
+        &mut self,
+        tiles: &mut Tiles,
+        hyper: &Hyper,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        let Some(muon) = &self.muon else {
+            return Ok(());
+        };
+        let step = muon.step(hyper.grad_scale);
+        let mut watch = Watch::new(trace, self.gpu.as_ref());
+        let (_, turns) = self.training.around_norm();
+        mover::settle_updates(tiles, &step_order::program(turns))?;
+        for (number, planned) in turns.iter().enumerate() {
+            let Turn::Orthogonalize(unit) = planned.turn else {
+                unreachable!("no other turn is after the norm");
+            };
+            watch.record(planned.turn, || {
+                mover::orthogonalize(tiles, &self.engine, unit, (muon, &step), trace)
+            })?;
+            let rest = step_order::program(&turns[number + 1..]);
+            mover::update_revised(tiles, unit, hyper, &rest)?;
+            reach(Point::Revised);
+        }
+        self.engine.check()?;
+        watch.end()?;
+        mover::add_spans_to(tiles, trace)
     }
 
     /// Returns the mean loss over the validation data, or over its first `most` micro-batches. No operation may be
@@ -494,6 +526,7 @@ impl Stepper {
                 *group = pass.groups.after(group);
                 inputs.begin(group.len());
             }
+            Turn::Orthogonalize(_) => unreachable!("comes after the norm"),
             Turn::Reduce(unit) => mover::reduce(tiles, unit, grads.complete(unit), trace)?,
             Turn::Scatter(unit) => {
                 (pass.exchange).time(|| mover::summed(tiles, unit, trace))?;

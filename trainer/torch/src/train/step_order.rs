@@ -57,6 +57,8 @@ pub(super) enum Turn {
     Reduce(usize),
     /// Hands the gradients to the swapper.
     Scatter(usize),
+    /// Replaces the gradients of a block by Muon's directions. What comes before the first one is what the norm of all gradients waits for.
+    Orthogonalize(usize),
     /// Goes on to the next group of micro-batches. What comes before the first one belongs to the first group.
     NextGroup,
 }
@@ -83,6 +85,7 @@ impl Turn {
             Self::Head => ("loss", head),
             Self::Backward(unit) => ("backward", unit),
             Self::Reduce(unit) | Self::Scatter(unit) => ("gradients", unit),
+            Self::Orthogonalize(unit) => ("directions", unit),
             Self::NextGroup => return "next micro-batches".to_owned(),
         };
         format!("{what}, unit {} of {}", unit + 1, head + 1)
@@ -100,6 +103,7 @@ impl Turn {
             | Self::GatherCopy(_)
             | Self::Reduce(_)
             | Self::Scatter(_)
+            | Self::Orthogonalize(_)
             | Self::NextGroup => vec![],
         }
     }
@@ -115,6 +119,7 @@ impl fmt::Display for Turn {
             Self::Backward(unit) => write!(f, "backward unit {unit}"),
             Self::Reduce(unit) => write!(f, "reduce unit {unit}"),
             Self::Scatter(unit) => write!(f, "scatter unit {unit}"),
+            Self::Orthogonalize(unit) => write!(f, "orthogonalize unit {unit}"),
             Self::NextGroup => write!(f, "next group"),
         }
     }
@@ -156,6 +161,17 @@ impl Pass {
         Self::new(turns, units - 1)
     }
 
+    /// Adds the turns after the norm of all gradients is known, with Muon. The blocks come in the order of backward: the first one is needed
+    /// first in the next step.
+    pub(super) fn with_directions(mut self, head: usize) -> Self {
+        self.0.extend((1..head).rev().map(|unit| PlannedTurn {
+            turn: Turn::Orthogonalize(unit),
+            uses: Vec::new(),
+            gives_back: Vec::new(),
+        }));
+        self
+    }
+
     /// The turns of a forward pass alone.
     pub(super) fn evaluation(units: usize, ahead: bool) -> Self {
         Self::new(
@@ -186,15 +202,28 @@ impl Pass {
         &self.0
     }
 
+    /// The turns up to where the norm of all gradients is known, and those after it.
+    pub(super) fn around_norm(&self) -> (&[PlannedTurn], &[PlannedTurn]) {
+        let is_after = |planned: &PlannedTurn| matches!(planned.turn, Turn::Orthogonalize(_));
+        let after = self.0.iter().position(is_after);
+        self.0.split_at(after.unwrap_or(self.0.len()))
+    }
+
     /// Converts the turns to the program that the swapper follows; copies do not concern it.
     pub(super) fn program(&self) -> StepProgram {
-        let ops = self.0.iter().filter_map(|planned| match planned.turn {
-            Turn::Gather(unit) => Some(Op::Gather { unit }),
-            Turn::Scatter(unit) => Some(Op::Scatter { unit }),
-            _ => None,
-        });
-        StepProgram::new(ops.collect()).expect("gathers, and one scatter a unit")
+        program(&self.0)
     }
+}
+
+/// Converts turns to the program that the swapper follows.
+pub(super) fn program(turns: &[PlannedTurn]) -> StepProgram {
+    let ops = turns.iter().flat_map(|planned| match planned.turn {
+        Turn::Gather(unit) => vec![Op::Gather { unit }],
+        Turn::Scatter(unit) => vec![Op::Scatter { unit }],
+        Turn::Orthogonalize(unit) => vec![Op::Revise { unit }, Op::Scatter { unit }],
+        _ => vec![],
+    });
+    StepProgram::new(ops.collect()).expect("gathers, scatters and revisions")
 }
 
 /// Lists the turns of a training step over `units` units, of which the last is the head, with its micro-batches in `groups`.
@@ -326,6 +355,7 @@ mod tests {
                     assert!(reduced[unit]);
                     scattered.push(unit);
                 }
+                Turn::Orthogonalize(_) => panic!("a step without Muon"),
             }
             given_back.extend(&planned.gives_back);
         }

@@ -31,7 +31,7 @@ use training_ranks::{Rendezvous, Timeouts, World};
 mod sequence;
 
 use super::inputs::InputPlace;
-use super::mover::{self, Shards, TilesIn};
+use super::mover::{self, Muon, Shards, TilesIn};
 use super::step::{Stepper, hyper};
 use crate::compute::{ComputeDevice, Engine, set_up};
 use training_run::computation::{ActivationCheckpointing, Checkpointing};
@@ -108,6 +108,8 @@ fn models() -> Vec<(&'static str, Value)> {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     bf16: bool,
+    /// Matrices are updated by Muon.
+    muon: bool,
     keep: Checkpointing,
     tiles: usize,
     micro_batches: u64,
@@ -202,7 +204,7 @@ impl Harness {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": way.micro_batches,
             "bf16": {"enabled": way.bf16},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+            "optimizer": {"type": if way.muon { "Muon" } else { "AdamW" }, "params": {"lr": 1e-2, "weight_decay": 0.1}},
             "model": model,
             "data": {"files": [self.dir.path().join("text")], "validation_fraction": 0.1},
             "train": {
@@ -286,15 +288,15 @@ fn open_tiles(
     tiles_in: TilesIn,
     gpu: Option<&Gpu>,
 ) -> TileBackend {
-    let format = plan.format;
+    let formats = plan.formats.clone();
     let groups = training_run::open::backend::param_groups(&plan.units, &settings.optimizer);
     let in_gpu = || {
         let (gpu, layout) = (gpu.unwrap(), plan.kept_in_gpu().cut().unwrap());
-        Box::new(GpuBackend::new(gpu, layout, format, groups.clone()).unwrap())
+        Box::new(GpuBackend::new(gpu, layout, formats.clone(), groups.clone()).unwrap())
     };
     let with_swapper = || {
-        let groups = groups.clone();
-        let update = CpuUpdate(ByGroup { format, groups });
+        let (formats, groups) = (formats.clone(), groups.clone());
+        let update = CpuUpdate(ByGroup { formats, groups });
         let (swapper, _) = Swapper::open(plan.streamed(), vec![Box::new(update)]).unwrap();
         Box::new(swapper)
     };
@@ -367,7 +369,12 @@ fn opened(
             first_weights(&plan, blank.range.unit, elems, &mut masters);
             blank.param.fill(0);
             blank.state.fill(0);
-            init_tile(plan.format, &masters, blank.param, blank.state);
+            init_tile(
+                plan.formats.of_tile(blank.range),
+                &masters,
+                blank.param,
+                blank.state,
+            );
         }
         Ok::<(), super::TrainError>(())
     };
@@ -375,7 +382,10 @@ fn opened(
     let batch = settings.batch;
     let gpu = gpu.cloned();
     let inputs = InputPlace::from_plan(&plan, gpu.as_ref()).unwrap();
-    let (batches, master) = ((batch, way.group, inputs), plan.format.master);
+    let (batches, master) = (
+        (batch, way.group, inputs),
+        (plan.formats.master(), Muon::new(settings, &plan)),
+    );
     let (stepper, memory) =
         Stepper::new(engine, gpu, batches, master, tiles_in, stage, shards).unwrap();
     let mut stepper = stepper.in_sequence(ranks.sequence.clone());
@@ -406,8 +416,10 @@ fn steps(
         assert_told(&parts, settings, way);
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         assert_read_ahead(&stepper, settings, rank, step);
-        let update = Some(hyper(settings, step, found.norm, 1.0));
-        mover::finish_step(&mut backend, update, Vec::new()).unwrap();
+        let update = hyper(settings, step, found.norm, 1.0);
+        let directions = stepper.orthogonalize(&mut backend, &update, &off);
+        directions.unwrap();
+        mover::finish_step(&mut backend, Some(update), Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);
     }
     backend.drain().unwrap();
@@ -470,6 +482,8 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
             let way = Way {
                 // Rounding is not under test here, so half of the cases use bf16.
                 bf16: (number + tiles) % 2 == 0,
+                // Biases between matrices in bf16, and norms in fp32.
+                muon: number % 3 == 1,
                 keep: Checkpointing::default(),
                 tiles,
                 micro_batches,
@@ -509,6 +523,7 @@ fn each_group(mut compare: impl FnMut(&str, &Value, Way)) {
         for (bf16, tiles) in [(false, 1), (true, 1), (true, 3)] {
             let way = Way {
                 bf16,
+                muon: tiles > 1,
                 keep: Checkpointing::default(),
                 tiles,
                 micro_batches: GROUPED as u64,
@@ -547,6 +562,7 @@ fn a_damaged_input_on_a_drive_is_an_error_that_names_its_tile() {
     let (_, model) = &models()[2];
     let way = Way {
         bf16: false,
+        muon: false,
         keep: Checkpointing::default(),
         tiles: 1,
         micro_batches: 1,
@@ -630,6 +646,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
         for &keep in keeps(1) {
             let way = Way {
                 bf16: false,
+                muon: false,
                 keep,
                 tiles: 1,
                 micro_batches: 2,
@@ -739,6 +756,7 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
     for (name, model) in models() {
         let grouped = |keep, micro_batches, group| Way {
             bf16: false,
+            muon: name == "qwen3",
             keep,
             tiles: 1,
             micro_batches,

@@ -301,6 +301,10 @@ impl Training {
         };
         let hyper =
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
+        if let Some(hyper) = &hyper {
+            now(&self.shown, step, "directions");
+            (self.stepper).orthogonalize(&mut self.run.backend, hyper, &self.trace)?;
+        }
         now(&self.shown, step, "update");
         let io = mover::finish_step(&mut self.run.backend, hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.backend.take_spans());

@@ -29,6 +29,7 @@ mod memory;
 mod model_dir;
 mod models;
 mod moments;
+mod muon;
 mod node_copies;
 mod nodes;
 mod overflow;

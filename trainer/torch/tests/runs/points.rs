@@ -18,6 +18,7 @@ use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, finish, spawn, succeed};
 use crate::killed::{KilledRuns, NewestState};
+use crate::muon::MUON;
 use crate::random::Random;
 
 const STEPS: u64 = 40;
@@ -44,7 +45,7 @@ impl KilledRuns {
         let mut kills = 0;
         for &point in points {
             let times = match point {
-                Point::Filling | Point::Forward | Point::Backward => 3,
+                Point::Filling | Point::Forward | Point::Backward | Point::Revised => 3,
                 Point::Updated | Point::Writing | Point::Checkpointing => 6,
                 Point::Committing | Point::Committed | Point::Telling => 2,
                 _ => 1,
@@ -75,8 +76,9 @@ impl KilledRuns {
 
 /// Points that a run on one node reaches while it trains.
 fn points_of_training() -> Vec<Point> {
-    // Only runs on several nodes wait between `Prepared` and `Confirming`, and copy files.
+    // Only runs on several nodes wait between `Prepared` and `Confirming`, and copy files. Only those with Muon revise states.
     let elsewhere = [
+        Point::Revised,
         Point::Exporting,
         Point::NamingExport,
         Point::CopyingFiles,
@@ -93,13 +95,17 @@ fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
         .ok()
         .map(|kills| kills.parse().expect("a number of kills"));
     let seed = Random::seed("numbers of times that each point is passed before its kill");
-    let kills = |first, commit_every, sets: &'static [&'static str]| {
+    type Sets = &'static [&'static str];
+    let kills = |first, commit_every, of_all: Sets, sets: Sets| {
         move || {
             let mut points = points_of_training();
             if wanted.is_none() {
                 points = points.into_iter().skip(first).step_by(2).collect();
             }
-            let mut killed = KilledRuns::new(1, STEPS, commit_every, &[], sets, seed);
+            if of_all.contains(&MUON) {
+                points.insert(points.len() / 2, Point::Revised);
+            }
+            let mut killed = KilledRuns::new(1, STEPS, commit_every, of_all, sets, seed);
             let mut kills = 0;
             let mut rounds = 0;
             while kills < wanted.unwrap_or(1) {
@@ -110,10 +116,11 @@ fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
         }
     };
     std::thread::scope(|scope| {
-        scope.spawn(kills(0, 1, &["offload.optimizer_step=deferred"]));
+        scope.spawn(kills(0, 1, &[], &["offload.optimizer_step=deferred"]));
         scope.spawn(kills(
             1,
             2,
+            &[MUON],
             &[
                 "offload.optimizer_step=immediate",
                 "offload.resident_fraction=0.5",

@@ -20,6 +20,12 @@ pub(super) fn check(
     }
     if let Some(dtype) = dtype {
         check_master(optimizer.master, dtype, faults);
+        if optimizer.muon.is_some() && dtype == Dtype::Fp16 {
+            faults.0.push(value(
+                "optimizer.type",
+                "\"Muon\" with fp16, whose range is too small for what is made orthogonal: use bf16.enabled = true",
+            ));
+        }
     }
 }
 

@@ -572,6 +572,106 @@ fn lion_has_its_own_betas_and_rate_and_no_eps() {
 }
 
 #[test]
+fn muon_has_torchs_parameters_and_deepspeeds_rates() {
+    let muon = ("optimizer.type", json!("muon"));
+    let with = |params: Value| run_with(&[muon.clone(), ("optimizer.params", params)]);
+    let found = with(json!({})).unwrap();
+    let optimizer = &found.optimizer;
+    assert_eq!(optimizer.kind, OptimizerKind::Muon);
+    assert_eq!((optimizer.betas, optimizer.lr), ([0.9, 0.999], 1e-3));
+    let own = MuonSettings {
+        adam_lr: 1e-3,
+        momentum: 0.95,
+        nesterov: true,
+        ns_steps: 5,
+        ns_coefficients: [3.4445, -4.775, 2.0315],
+        adjust_lr_fn: AdjustLr::Original,
+    };
+    assert_eq!(optimizer.muon, Some(own.clone()));
+    let line = "optimizer Muon, lr 1e-3, momentum 0.95 (Nesterov), 5 steps, rates as \"original\"; the rest by AdamW, lr 1e-3, betas 0.9 and 0.999, eps 1e-8, weight decay 0";
+    assert_eq!(found.summary()[0], line);
+    assert!(found.warnings.join("\n").contains("using 1e-3"));
+    // The rates of both, and what is written makes the same run.
+    let given = json!({
+        "muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.9, "nesterov": false, "ns_steps": 3,
+        "ns_coefficients": [2, -1.5, 0.5], "adjust_lr_fn": "match_rms_adamw"
+    });
+    let found = with(given).unwrap();
+    assert!(
+        found
+            .warnings
+            .iter()
+            .all(|text| !text.contains("params.lr"))
+    );
+    let changed = MuonSettings {
+        adam_lr: 3e-4,
+        momentum: 0.9,
+        nesterov: false,
+        ns_steps: 3,
+        ns_coefficients: [2.0, -1.5, 0.5],
+        adjust_lr_fn: AdjustLr::MatchRmsAdamw,
+    };
+    assert_eq!(
+        (found.optimizer.lr, &found.optimizer.muon),
+        (0.02, &Some(changed))
+    );
+    let written = found.written().join("\n");
+    for part in [
+        "muon_lr = 0.02",
+        "adam_lr = 0.0003",
+        "ns_steps = 3",
+        "\"match_rms_adamw\"",
+    ] {
+        assert!(written.contains(part), "{written}");
+    }
+    assert_eq!(AdjustLr::Original.factor(8, 2), 2.0);
+    assert_eq!(AdjustLr::Original.factor(2, 8), 1.0);
+    assert!((AdjustLr::MatchRmsAdamw.factor(2, 100) - 2.0).abs() < 1e-12);
+    let muons =
+        |key: &str, value: Value| vec![muon.clone(), ("optimizer.params", json!({key: value}))];
+    for (changes, part) in [
+        (
+            muons("momentum", json!(1)),
+            "must be at least 0 and less than 1",
+        ),
+        (muons("ns_steps", json!(100)), "must be 1 to 99"),
+        (muons("ns_steps", json!(0)), "must be 1 to 99"),
+        (
+            muons("adjust_lr_fn", json!("none")),
+            "use \"original\" or \"match_rms_adamw\"",
+        ),
+        (muons("muon_lr", json!(-1)), "optimizer.params.muon_lr"),
+        (
+            muons("muon_lr", json!(0)),
+            "needs a rate of matrices above 0",
+        ),
+        (
+            vec![("optimizer.params", json!({"momentum": 0.9}))],
+            "optimizer.params.momentum: is Muon's, and optimizer.type is \"AdamW\"",
+        ),
+        (
+            vec![muon.clone(), ("optimizer.moments", json!("8bit"))],
+            "optimizer.moments: Muon's momentum and masters are fp32",
+        ),
+        (
+            vec![
+                muon.clone(),
+                ("optimizer.master", json!("bf16")),
+                ("bf16.enabled", json!(true)),
+            ],
+            "optimizer.master: Muon's momentum and masters are fp32",
+        ),
+        (
+            vec![muon.clone(), ("fp16.enabled", json!(true))],
+            "optimizer.type: \"Muon\" with fp16",
+        ),
+    ] {
+        let text = refused(&changes);
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
 fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let decay = |changes: &[(&str, Value)]| run_with(changes).map(|run| run.optimizer.decay);
     assert_eq!(decay(&[]).unwrap(), Decaying::Matrices);
@@ -791,10 +891,7 @@ fn a_run_whose_learning_rate_stays_0_is_warned_about() {
 #[test]
 fn other_optimizers_are_refused_by_name_with_what_to_do() {
     for (kind, part) in [
-        (
-            "Muon",
-            "\"Muon\" is not supported: use \"AdamW\" or \"Lion\"; the Python package has Muon",
-        ),
+        ("muon_clip", "\"muon_clip\" is not supported: use \"Muon\""),
         (
             "adafactor",
             "need whole matrices, and tiles are parts of them",

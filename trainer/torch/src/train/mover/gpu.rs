@@ -16,6 +16,7 @@
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Event, Gpu, HostCopies, Stream, sum_squares_scratch_bytes};
+use kernels::muon::MomentumStep;
 use kernels::reduce::GradType;
 use swapper::Swapper;
 use test_hooks::safeguard::{Safeguard, is_disabled};
@@ -23,6 +24,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::super::TrainError;
 use super::super::gpu_timeline::EnqueuedWork;
 use super::super::step_order::EMBEDDING;
+use super::muon::{Muon, grads};
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
@@ -422,6 +424,90 @@ impl GpuBuffers {
             let _span = trace.copy(bytes, || format!("gradients of unit {unit}"));
             Ok(gpu.download(down, from, &mut pieces)?)
         })
+    }
+
+    /// Replaces gradients of a block in the swapper's tiles by directions.
+    pub(in crate::train) fn orthogonalize_from_swapper(
+        &mut self,
+        swapper: &mut Swapper<Hyper>,
+        engine: &Engine,
+        unit: usize,
+        (muon, step): (&Muon, &MomentumStep),
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        self.claim_buffer(unit)?;
+        let (gpu, up) = (&self.sums.gpu, &self.buffers.up);
+        let to = self.buffers.weights_at(unit);
+        swapper.revise(unit, |tiles| {
+            muon.mix(step, tiles);
+            let mut grads = grads(tiles);
+            let pieces = muon.pieces(unit, &mut grads);
+            let pieces: Vec<(usize, &[u8])> = pieces
+                .into_iter()
+                .map(|(at, piece)| (at, &*piece))
+                .collect();
+            let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+            let _span = trace.copy(bytes, || format!("matrices of unit {unit}"));
+            Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
+        })?;
+        self.make_orthogonal(engine, unit, muon, trace)?;
+        let (gpu, down) = (&self.sums.gpu, &self.buffers.down);
+        down.wait(&self.sums.compute.record()?)?;
+        let from = self.buffers.weights_at(unit);
+        swapper.scatter(unit, |tiles| {
+            let mut pieces = muon.pieces(unit, tiles);
+            let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+            let _span = trace.copy(bytes, || format!("directions of unit {unit}"));
+            Ok::<(), TrainError>(gpu.download(down, from, &mut pieces)?)
+        })?;
+        self.give_back(unit)
+    }
+
+    /// Replaces gradients of a block in tiles in the GPU's memory by directions.
+    pub(in crate::train) fn orthogonalize_from_gpu(
+        &mut self,
+        backend: &GpuBackend,
+        engine: &Engine,
+        unit: usize,
+        (muon, step): (&Muon, &MomentumStep),
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        self.claim_buffer(unit)?;
+        let (compute, between) = (&self.sums.compute, &self.buffers.between);
+        // The shard was copied there on this stream.
+        compute.wait(&between.record()?)?;
+        muon.mix_in_gpu(engine, backend, unit, step)?;
+        between.wait(&compute.record()?)?;
+        let shards = &self.sums.shards;
+        let bytes = shards.own(unit).len() * self.elem_bytes;
+        let own = shards.own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
+        let grads = backend.unit(unit).grad.at(0);
+        between.copy(grads, own, bytes)?;
+        self.make_orthogonal(engine, unit, muon, trace)?;
+        let own = (self.sums.shards).own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
+        self.sums.compute.copy(own, grads, bytes)?;
+        self.give_back(unit)
+    }
+
+    /// Gathers the matrices of a block, of which this rank's shard is in the buffer, and makes them orthogonal there.
+    fn make_orthogonal(
+        &mut self,
+        engine: &Engine,
+        unit: usize,
+        muon: &Muon,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        let (shards, between) = (&self.sums.shards, &self.buffers.between);
+        if shards.gathers() {
+            let to = self.buffers.weights_at(unit);
+            let name = || format!("matrices of unit {unit}");
+            self.collectives.record(trace, between, name, || {
+                shards.gather_on(between, unit, to, self.elem_bytes)
+            })?;
+        }
+        self.sums.compute.wait(&between.record()?)?;
+        let flat = &self.buffers.at(unit).unit;
+        Ok(engine.make_orthogonal(unit, flat, &muon.iteration)?)
     }
 
     /// Adds the times of collective operations to `trace`; waits until they have ended.

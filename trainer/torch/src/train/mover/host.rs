@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::time::Instant;
 
 use kernels::adamw::{Hyper, Master};
+use kernels::muon::MomentumStep;
 use kernels::reduce::{GradType, sum_squares};
 use kernels_torch::HostBuffer;
 use kernels_torch::collective::Pending;
@@ -19,6 +20,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::super::TrainError;
 use super::super::step_order::EMBEDDING;
+use super::muon::{Muon, grads};
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
@@ -280,6 +282,41 @@ impl HostBuffers {
             }
             Ok(())
         })
+    }
+
+    /// Replaces gradients of a block by directions.
+    pub(in crate::train) fn orthogonalize(
+        &mut self,
+        swapper: &mut Swapper<Hyper>,
+        engine: &Engine,
+        unit: usize,
+        (muon, step): (&Muon, &MomentumStep),
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        self.claim_buffer(unit);
+        let shards = self.shards.clone();
+        let flat = self.buffer(unit);
+        let buffer = flat.bytes_mut();
+        swapper.revise(unit, |tiles| {
+            muon.mix(step, tiles);
+            for (at, piece) in muon.pieces(unit, &mut grads(tiles)) {
+                buffer[at..at + piece.len()].copy_from_slice(piece);
+            }
+            Ok::<(), TrainError>(())
+        })?;
+        if shards.gathers() {
+            let under_way = UnderWay::new(shards.gather(unit, flat)?);
+            flat.put_host(under_way.wait(trace, || format!("matrices of unit {unit}"))?);
+        }
+        engine.make_orthogonal(unit, flat, &muon.iteration)?;
+        let buffer = flat.bytes_mut();
+        swapper.scatter(unit, |tiles| {
+            for (at, piece) in muon.pieces(unit, tiles) {
+                piece.copy_from_slice(&buffer[at..at + piece.len()]);
+            }
+            Ok::<(), TrainError>(())
+        })?;
+        self.give_back(unit)
     }
 
     /// Returns the sum of squares of this rank's shard of each unit's gradients, in this step.

@@ -15,15 +15,18 @@
 
 mod gpu;
 mod host;
+mod muon;
 mod rotation;
 mod shards;
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
-use swapper::{StepIo, Swapper};
+use kernels::muon::MomentumStep;
+use swapper::{StepIo, StepProgram, Swapper};
 
 use gpu::{GpuBuffers, InPlace};
 use host::HostBuffers;
+pub(super) use muon::Muon;
 pub(super) use shards::{ExchangedBytes, NodeRanks, Shards};
 
 use super::TrainError;
@@ -358,6 +361,71 @@ pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(
         }
         // The update reads them in place.
         Side::InPlace(..) => Ok(()),
+    }
+}
+
+/// Replaces the gradients of a block's matrices, which were scattered, by directions, and updates their momenta. The step must then be finished.
+///
+/// # Errors
+/// The backend or the GPU fails; a rank is gone.
+pub(super) fn orthogonalize(
+    tiles: &mut Tiles,
+    engine: &Engine,
+    unit: usize,
+    (muon, step): (&Muon, &MomentumStep),
+    trace: &Trace,
+) -> Result<(), TrainError> {
+    follow(tiles, unit, |swapper| {
+        swapper.revise(unit, muon::unrevised)?;
+        swapper.scatter(unit, |_| Ok(()))
+    })?;
+    match side(tiles, unit) {
+        Side::Swapper(swapper, WithSwapper::Host(buffers)) => {
+            buffers.orthogonalize(swapper, engine, unit, (muon, step), trace)
+        }
+        Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
+            buffers.orthogonalize_from_swapper(swapper, engine, unit, (muon, step), trace)
+        }
+        Side::InPlace(backend, _) => {
+            muon.mix_in_gpu(engine, backend, unit, step)?;
+            let flat = engine.weights_in(unit, &backend.unit(unit).grad)?;
+            Ok(engine.make_orthogonal(unit, &flat, &muon.iteration)?)
+        }
+        Side::Buffers(backend, buffers) => {
+            buffers.orthogonalize_from_gpu(backend, engine, unit, (muon, step), trace)
+        }
+    }
+}
+
+/// Returns when all updates of the step before have run and the last commit has what it needs of tiles in the GPU's memory: momenta may change. The
+/// operations `rest` are to come.
+///
+/// # Errors
+/// The swapper fails.
+pub(super) fn settle_updates(tiles: &mut Tiles, rest: &StepProgram) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(swapper, _) | TileBackend::Both(Both { swapper, .. }, ..) => {
+            Ok(swapper.settle_updates_before(rest)?)
+        }
+        TileBackend::Gpu(..) => Ok(()),
+    }
+}
+
+/// Begins to update a block whose gradients are directions, if the swapper has it: its tiles are in slots now, and would be moved once more for an update
+/// before the next step. The operations `rest` are to come.
+///
+/// # Errors
+/// The swapper fails.
+pub(super) fn update_revised(
+    tiles: &mut Tiles,
+    unit: usize,
+    hyper: &Hyper,
+    rest: &StepProgram,
+) -> Result<(), TrainError> {
+    match side(tiles, unit) {
+        Side::Swapper(swapper, _) => Ok(swapper.update_revised(unit, hyper, rest)?),
+        // All are updated at the end of the step.
+        Side::InPlace(..) | Side::Buffers(..) => Ok(()),
     }
 }
 

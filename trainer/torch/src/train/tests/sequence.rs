@@ -103,6 +103,7 @@ fn compare_ways(harness: &Harness, case: &Case, ranks: &Ranks, ways: &Ways) {
     let sequence_ranks = ranks.sequence.as_ref().map_or(1, |ranks| ranks.ranks());
     let groups = ranks.comm.world().ranks as usize / sequence_ranks;
     let way = |keep, micro_batches: usize, group| Way {
+        muon: false,
         bf16: ways.bf16,
         keep,
         tiles: ways.tiles,
