@@ -22,24 +22,29 @@ from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
 from ._param_units import ParamUnit, Piece, flat_like, flat_of, grad_of, is_divided, is_dtensor, local_of, main_grad_of, part_of, whole_of
 from ._ranks import Ranks
-from ._watch import Watch, bit_sums, unwatch, watch
+from ._watch import bit_sums
 
 
-class GradientMark(NamedTuple):
-    """A gradient as it was when it was handed over."""
+class Mark(NamedTuple):
+    """A tensor as it was: a gradient when it was handed over, or a parameter when its values were those of its tiles."""
 
-    grad: "weakref.ref[torch.Tensor]"
-    version: tuple[int, ...]
-    # The sum of its bits: what GradScaler, `grad.data` and numpy write changes no version.
+    tensor: Callable[[], Optional[torch.Tensor]]
+    state: tuple[int, ...]
+    # The sum of its bits: what GradScaler, `.data`, numpy and others that have the memory write changes no version.
     bits: torch.Tensor
 
     @classmethod
-    def now(cls, grad: torch.Tensor) -> "GradientMark":
-        return cls(weakref.ref(grad), _version(grad), _bits(grad))
+    def of_gradient(cls, grad: torch.Tensor) -> "Mark":
+        return cls(weakref.ref(grad), _state_of(grad), _bits(grad))
 
-    def may_be_of(self, grad: torch.Tensor) -> bool:
-        """Whether a gradient is this one, unless its bits tell otherwise."""
-        return self.grad() is grad and self.version == _version(grad)
+    @classmethod
+    def of_param(cls, param: nn.Parameter) -> "Mark":
+        # The parameter stays anyway, and torch.utils.swap_tensors takes no tensor with weak references.
+        return cls(lambda: param, _state_of(param), _bits(param))
+
+    def may_be_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is this one, unless its bits tell otherwise."""
+        return self.tensor() is tensor and self.state == _state_of(tensor)
 
 
 class Beside:
@@ -59,10 +64,10 @@ class Beside:
                 self.pieces.setdefault(id(piece.param), []).append((unit, index))
         self.name_of = {id(param): name for name, param in named}
         # The gradients of this step that were handed over, and the sum of squares of each parameter's, over all ranks.
-        self.seen: dict[int, GradientMark] = {}
+        self.seen: dict[int, Mark] = {}
         self.square_sums: dict[int, float] = {}
         # Gradients that have come in this step's backward, and the units whose gradients were handed over there.
-        self._came: dict[int, GradientMark] = {}
+        self._came: dict[int, Mark] = {}
         self._early: set[int] = set()
         self._came_again = self._said = False
         # Whether an exception has ended the way of a unit's gradients to its tiles.
@@ -72,8 +77,7 @@ class Beside:
         # Whether some directions may lie in tiles that no step has used.
         self._torn = False
         self._hooks: list[Any] = []
-        self._watches: dict[int, Watch] = {}
-        self._written: dict[int, tuple[int, ...]] = {}
+        self._written: dict[int, Mark] = {}
         self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
         for unit in units:
             if gpu is not None:
@@ -109,7 +113,7 @@ class Beside:
         others = _changed(self.seen, {key: grads[key] for key in came})
         # Where all are others, a step was skipped, and new tensors are the gradients of the next one.
         if len(others) == len(came):
-            others = [key for key in others if self.seen[key].grad() is grads[key]]
+            others = [key for key in others if self.seen[key].tensor() is grads[key]]
         return self.name_of.get(next(iter(others), 0))
 
     def still(self, keys: Iterable[int], grads: dict[int, torch.Tensor]) -> list[int]:
@@ -130,7 +134,7 @@ class Beside:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
         what was changed since then, if it is to `remember`. Where updates have `begun`, nothing was."""
         copied = self.ranks.count > 1 and not all(is_dtensor(param) for _, param in self.named)
-        marks = {key: GradientMark.now(grad) for key, grad in grads.items()} if remember or copied else {}
+        marks = {key: Mark.of_gradient(grad) for key, grad in grads.items()} if remember or copied else {}
         if copied:
             self._check_copies(marks)
         early = self._early if begun or self._is_early(grads) and not self._torn else set()
@@ -154,7 +158,7 @@ class Beside:
         self.square_sums = dict(zip(sums, totals))
         self.seen = marks if remember else {}
 
-    def _check_copies(self, marks: Mapping[int, GradientMark]) -> None:
+    def _check_copies(self, marks: Mapping[int, Mark]) -> None:
         """Refuses gradients that differ between ranks where a parameter is whole on each of them: each rank takes a part of its own gradient."""
         whole = [(name, param) for name, param in self.named if id(param) in marks and not is_dtensor(param)]
         if not whole:
@@ -244,7 +248,7 @@ class Beside:
         if torch.cuda.is_initialized() and local_of(param.grad).device.type == "cpu":
             # FSDP2's CPUOffloadPolicy comes here while the gradient is still being copied to pinned memory.
             torch.cuda.current_stream().synchronize()
-        self._came[id(param)] = GradientMark.now(param.grad)
+        self._came[id(param)] = Mark.of_gradient(param.grad)
         for unit, _ in self.pieces[id(param)]:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.
@@ -367,25 +371,12 @@ class Beside:
     def note_written(self, params: Iterable[nn.Parameter]) -> None:
         """What `params` have now is in their tiles."""
         for param in {id(param): param for param in params}.values():
-            self._written[id(param)] = _state_of(param)
-            if is_dtensor(param):
-                continue
-            if id(param) not in self._watches:
-                self._watches[id(param)] = watch([param], may_move=True)
-            self._watches[id(param)].end()
-            self._watches[id(param)].begin()
+            self._written[id(param)] = Mark.of_param(param)
 
     def perhaps_changed(self) -> list[nn.Parameter]:
         """Parameters that the script may have changed since their values were those of the tiles."""
-        found = []
-        for _, param in self.named:
-            changed = self._written[id(param)] != _state_of(param)
-            if not is_dtensor(param):
-                changed |= self._watches[id(param)].end() is not None
-                self._watches[id(param)].begin()
-            if changed:
-                found.append(param)
-        return found
+        params = {id(param): param for _, param in self.named}
+        return [params[key] for key in _changed(self._written, params)]
 
     def in_host_memory(self, unit: ParamUnit) -> torch.Tensor:
         """A copy of the values that the parameters of a unit have, in host memory."""
@@ -404,10 +395,8 @@ class Beside:
         return flat
 
     def detach(self) -> None:
-        """Watches the parameters no more, and lets their gradients be."""
+        """Lets the parameters and their gradients be."""
         self._end_hooks()
-        for watched in self._watches.values():
-            unwatch(watched.params)
 
 
 def _with_gradients(unit: ParamUnit) -> ParamUnit:
@@ -420,15 +409,16 @@ def _version(tensor: torch.Tensor) -> tuple[int, ...]:
     return (tensor._version, tensor._local_tensor._version) if is_dtensor(tensor) else (tensor._version,)
 
 
-def _changed(marks: Mapping[int, GradientMark], grads: Mapping[int, torch.Tensor]) -> list[int]:
-    """The keys of `grads` that are not those of `marks`, unchanged. A GPU is waited for once."""
-    found = [key for key, grad in grads.items() if not marks[key].may_be_of(grad)]
-    same = [key for key in grads if key not in set(found)]
+def _changed(marks: Mapping[int, Mark], tensors: Mapping[int, torch.Tensor]) -> list[int]:
+    """The keys of `tensors` that are not those of `marks`, unchanged. A GPU is waited for once."""
+    found = [key for key, tensor in tensors.items() if not marks[key].may_be_of(tensor)]
+    others = set(found)
+    same = [key for key in tensors if key not in others]
     by_device: dict[torch.device, list[int]] = {}
     for key in same:
         by_device.setdefault(marks[key].bits.device, []).append(key)
     for keys in by_device.values():
-        differs = torch.stack([marks[key].bits for key in keys]) != torch.stack([_bits(grads[key]) for key in keys])
+        differs = torch.stack([marks[key].bits for key in keys]) != torch.stack([_bits(tensors[key]) for key in keys])
         found += [key for key, other in zip(keys, differs.tolist()) if other]
     return found
 
@@ -438,5 +428,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return bit_sums([local if local.layout is torch.strided else local._values()])[0]
 
 
-def _state_of(param: torch.Tensor) -> tuple[int, ...]:
-    return local_of(param).data_ptr(), *_version(param)
+def _state_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where a tensor lies, and what changes where somebody writes to it."""
+    local = local_of(tensor)
+    return local.data_ptr() if local.layout is torch.strided else 0, *_version(tensor)
