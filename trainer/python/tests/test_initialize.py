@@ -218,6 +218,27 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(tmp_path):
     other.destroy(), engine.destroy()
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_run_and_a_checkpoint_in_another_memory_format_are_refused(tmp_path, device):
+    """Tiles have the elements in the order of memory."""
+
+    def prepared(memory_format, name):
+        model = nn.Sequential(*(nn.Conv2d(3, 3, 2) for _ in range(3))).to(memory_format=memory_format)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return offloadd.prepare(model, optimizer, config(device, tmp_path), run_dir=tmp_path / name)
+
+    with prepared(torch.channels_last, "first") as run:
+        run.save_checkpoint(tmp_path / "saved")
+    message = "0.weight trained in float32 with strides 12x1x6x3, and the model has it trained in float32;"
+    if device == "nvme":
+        with pytest.raises(offloadd.LayoutChanged, match=message):
+            prepared(torch.contiguous_format, "first")
+    with prepared(torch.contiguous_format, "second") as run, pytest.raises(offloadd.LayoutChanged, match=message):
+        run.load_checkpoint(tmp_path / "saved")
+    with prepared(torch.channels_last, "third") as run:
+        run.load_checkpoint(tmp_path / "saved")
+
+
 def test_16_bit_weights_are_loaded_by_plain_pytorch(tmp_path):
     engine, *_ = engine_of(tmp_path, bf16={"enabled": True})
     train(engine, [x.bfloat16() for x in batches(1)])

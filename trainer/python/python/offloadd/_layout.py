@@ -27,7 +27,9 @@ class Layout:
         self.trains = any(unit.trained for unit in units)
         self._units = units
         # As ranks compare it.
-        self.units = [[[self.names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in units]
+        self.units = [
+            [[self.names[id(param)][0], list(param.shape), _kind_of(unit, order)] for param, order in zip(unit.params, unit.memory_orders)] for unit in units
+        ]
 
     def check_dir(self, run_dir: Path, settings: Settings, resume: bool) -> None:
         """Refuses a directory with the run of another model. Without drives nothing is left of an earlier run that this one begins anew."""
@@ -64,7 +66,7 @@ class Layout:
                     )
                 raise LayoutChanged(
                     f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
-                    "types and quantized from the same weights, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                    "types and memory formats and quantized from the same weights, or name another run_dir (for Hugging Face's Trainer another output_dir)"
                 )
         as_begun = (
             "use the model, offloadd.units and offloadd.unit_bytes_max it was begun with (experts in groups; a value above a layer's size for none), or name "
@@ -80,6 +82,6 @@ class Layout:
             )
 
 
-def _kind_of(unit: Unit) -> str:
-    kind = ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.")
+def _kind_of(unit: Unit, order: str) -> str:
+    kind = ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.") + f" {order}" * bool(order)
     return f"{kind}, {unit.division}" if unit.division else kind

@@ -44,6 +44,7 @@ from ._param_units import (
     check_params,
     flat_like,
     flat_of,
+    form_of,
     grad_of,
     is_divided,
     is_dtensor,
@@ -58,7 +59,7 @@ from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
 from ._steps import groups_of, scalars_of
 from ._supported_optimizers import MOMENTS, check_settings, rule_of
-from ._units import alignment_of
+from ._units import alignment_of, check_memory
 
 
 # What the name of a later part of a parameter has between the name and its first element.
@@ -80,6 +81,7 @@ def open_run(
     committed step. The states of the objects `track` are committed too. `early` takes gradients in backward. With `overlap_commit` a step does not
     wait for its commit. All ranks must call it."""
     _opening.check_track(track)
+    check_settings(optimizer)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
     settings = dataclasses.replace(settings, rule=rule_of(optimizer))
@@ -157,13 +159,13 @@ class OptimizerRun:
         self.optimizer, self.ranks, self.plan, self.settings, self.run_dir = optimizer, ranks, plan, plan.settings, plan.run_dir
         self.closed, self._process, self._temporary = True, os.getpid(), temporary
         self._muon = {id(piece.param) for unit in units if unit.muon for piece in unit.params}
+        self._form_of = {id(param): form_of(param) for _, param in named}
         # Factor of the gradient of each parameter in this step.
         self._scales: dict[int, float] = {}
         # The step whose updates have begun in backward.
         self._begun: Optional[BackwardStep] = None
         # Steps since the last commit.
         self._uncommitted = 0
-        check_settings(optimizer)
         _opening.check_drives(plan, ranks)
         state_dir = self.run_dir if ranks.first_of_node else self.run_dir / f"rank-{ranks.rank}"
         self._lock = _opening.take_dir(self.run_dir, state_dir)
@@ -345,13 +347,19 @@ class OptimizerRun:
         interrupts.end()
 
     def _check_others(self) -> None:
-        """Refuses gradients of parameters that have no tiles, and parameters whose tiles are those of another rule."""
+        """Refuses gradients of parameters that have no tiles, and parameters whose tiles are those of another rule or of others like them."""
+        for name, param in self.beside.named:
+            if (now := form_of(param)) != (then := self._form_of[id(param)]):
+                raise NotSupported(
+                    f"{name} is {now} now, and was {then} when the optimizer began: give parameters their types, shapes and memory formats before the first step, "
+                    "or make a new optimizer then"
+                )
         for number, group in enumerate(self.optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if id(param) not in self.beside.pieces and param.numel() and grad_of(param, "a parameter") is not None:
                     raise NotSupported(
-                        f"parameter {index} of group {number} has a gradient, and required none when the optimizer began: let it require gradients before the "
-                        "first step, with a learning rate of 0 until it is to be trained"
+                        f"parameter {index} of group {number} has a gradient, and required none when the optimizer began, or was not there: give the optimizer all "
+                        "parameters before the first step and let them require gradients, with a learning rate of 0 until they are to be trained"
                     )
                 if id(param) in self.beside.pieces and self._rule_of(param) != (rule := self._rule_in(group)):
                     raise NotSupported(
@@ -431,6 +439,8 @@ class OptimizerRun:
         suspects = {id(param) for param in beside.perhaps_changed()}
         flags = ranks.any("look for changed parameters", bytes(id(param) in suspects for _, param in beside.named))
         suspects = {id(param) for (_, param), flag in zip(beside.named, flags) if flag}
+        if suspects:
+            check_memory((name, local_of(param), True) for name, param in beside.named)
         changed: dict[ParamUnit, list[int]] = {}
         for unit in beside.units:
             if not any(id(piece.param) in suspects for piece in unit.params):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._units import ALIGN_ELEMS, Unit
+from ._units import ALIGN_ELEMS, Unit, check_memory, is_dense, memory_order
 
 # Elements of a unit: large transfers, and little memory of a GPU for the few units that are on their way. Larger parameters are cut.
 UNIT_ELEMS = 32 << 20
@@ -96,6 +96,10 @@ class ParamUnit(Unit):
         """Only this rank's part has memory, and nobody reaches the others'."""
         return start - self.rank * self.shard_elems * item_bytes if self.sharded else start
 
+    @property
+    def memory_orders(self) -> list[str]:
+        return [memory_order(local_of(piece.param)) for piece in self.params]
+
     def move(self, flat: torch.Tensor, copy: bool) -> None:
         self._lie_in(flat)
 
@@ -158,6 +162,13 @@ def part_of(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return kind.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, param.placements).to_local()
 
 
+def form_of(param: torch.Tensor) -> str:
+    """The type of a parameter, and the shape and the order in memory of this rank's part, which are to stay."""
+    local = local_of(param)
+    order = memory_order(local) if is_dense(local) else "with gaps"
+    return " ".join(filter(None, (str(param.dtype), str(tuple(local.shape)), order)))
+
+
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a dense tensor in the order of its memory."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
@@ -197,11 +208,12 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int, muon: Co
         if _gradient_dtype_of(param) not in (param.dtype, torch.float32):
             raise NotSupported(f"{name} is {param.dtype}, and its main_grad {param.main_grad.dtype}: gradients can have the parameter's type, or float32")
         local = local_of(param)
-        if not (local.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(local)):
+        if not is_dense(local):
             raise NotSupported(f"{name} has elements that share memory, or gaps between them: pass a contiguous parameter")
         devices.setdefault(local.device, name)
         if is_divided(param):
             _check_mesh(name, param, ranks)
+    check_memory((name, local_of(param), True) for name, param in named)
     if len(devices) > 1:
         (one, first), (other, second) = list(devices.items())[:2]
         raise NotSupported(f"{first} is on {one} and {second} on {other}: move the model to one device")

@@ -83,7 +83,14 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
     name, rule = name_of(type(optimizer)), rule_of(optimizer)
     if getattr(optimizer, "decoupled_wd", False):
         raise NotSupported(f"{name} with decoupled_weight_decay=True: leave it out, and divide weight_decay by the learning rate")
+    given: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if id(param) in given:
+                raise NotSupported(
+                    f"parameter {index} of group {number} of {name} is there twice, so that torch.optim updates it twice in a step: give each parameter once"
+                )
+            given.add(id(param))
         of_group = _muon.rule_of(group) if rule == "Muon" else rule
         if missing := [key for key in _SETTINGS[of_group] if key not in group]:
             raise NotSupported(f"group {number} of {name} has no {', '.join(missing)}, which the update of {of_group} needs: load a state whose groups have it")

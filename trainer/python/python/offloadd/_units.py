@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Mapping, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -120,6 +120,11 @@ class Unit:
         return ""
 
     @property
+    def memory_orders(self) -> list[str]:
+        """How the elements of each parameter lie in memory, and in tiles; empty where they lie in their order."""
+        return list(map(memory_order, self.parts))
+
+    @property
     def plan_params(self) -> list[dict[str, int]]:
         """The place of each parameter, for the extension."""
         return [{"offset": offset, "elems": part.numel()} for part, offset in zip(self.parts, self.offsets)]
@@ -168,9 +173,38 @@ class Unit:
         """The part of `flat` that holds a tensor like `param`, with its strides where they are dense."""
         # Of a released parameter too: the shape is asked for and not the values.
         with torch._C.DisableTorchFunctionSubclass():
-            if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
+            if param.is_contiguous() or not is_dense(param):
                 return flat[offset : offset + param.numel()].view(param.shape)
             return flat.as_strided(param.size(), param.stride(), offset)
+
+
+def is_dense(one: torch.Tensor) -> bool:
+    """Whether the elements of a tensor have the memory between the first and the last one, each its own."""
+    return one.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(one)
+
+
+def memory_order(one: torch.Tensor) -> str:
+    """The strides of a dense tensor, empty if they are those of a contiguous one. Those of others, as tiles have them, are."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if one.is_contiguous() or not is_dense(one):
+            return ""
+        return "with strides " + "x".join(str(stride) for size, stride in zip(one.size(), one.stride()) if size > 1)
+
+
+def check_memory(tensors: Iterable[tuple[str, torch.Tensor, bool]]) -> None:
+    """Refuses a trained tensor that has memory with another one, given their names and whether they are trained: an update of one changes both in plain
+    PyTorch, and would not here."""
+    plain = ((name, one, trained) for name, one, trained in tensors if type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided)
+    placed = [(one.data_ptr(), one.numel() * one.element_size(), name, trained) for name, one, trained in plain if not one.is_meta and is_dense(one)]
+    end, before, before_trained = 0, "", False
+    for start, size, name, trained in sorted(placed):
+        if size and start < end and (trained or before_trained):
+            raise NotSupported(
+                f"{name} has memory with {before}, so that plain PyTorch updates both with one: make them one parameter, as model.tie_weights() does, or give "
+                "each memory of its own, as param.data = param.data.clone() does"
+            )
+        if start + size > end:
+            end, before, before_trained = start + size, name, trained
 
 
 def blocks_of(model: nn.Module, wanted: Optional[Sequence]) -> list[tuple[str, nn.Module]]:
@@ -232,6 +266,8 @@ def units_of(
     users = users_of(model)
     params = [param for param in model.parameters() if param.requires_grad or frozen]
     _check(params, trains)
+    if trains:
+        check_memory((name, one, one.requires_grad) for name, one in (*model.named_parameters(), *model.named_buffers()))
     managed = set(map(id, params))
     names = {id(param): name for name, param in model.named_parameters()}
     packed = {id(param): packed_of(names[id(param)], param, users[id(param)]) for param in params}

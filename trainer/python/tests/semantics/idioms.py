@@ -102,6 +102,21 @@ shared.refused(
     lambda s: [s.step(0), s.optimizer.__setstate__({"state": {}}), s.step(1)],
 )
 
+shared.refused(
+    "two parameters that are one memory", "has memory with", lambda s: _begin_with(s, lambda model, of_other: setattr(of_other, "data", model.last.weight.data))
+)
+shared.refused(
+    "a buffer that is a parameter's memory", "has memory with", lambda s: _begin_with(s, lambda model, _: model.register_buffer("own", model.last.weight.data))
+)
+
+
+def _begin_with(s, share):
+    model = net()
+    model.other = nn.Linear(*reversed(model.last.weight.shape))
+    share(model, model.other.weight)
+    s.begin(model)
+
+
 midway = Theme("changes midway")
 
 

@@ -440,6 +440,12 @@ def _(s):
     s.step(0, 1)
 
 
+@optimizers.refused("a parameter given twice", "is there twice")
+def _(s):
+    model = net()
+    s.begin(model, adamw([*model.parameters(), model.last.weight]))
+
+
 @optimizers.refused("a block unfrozen for `add_param_group`", "was frozen when the model was prepared")
 def _(s):
     model = net()
