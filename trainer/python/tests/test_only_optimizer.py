@@ -193,9 +193,9 @@ def test_gradients_are_looked_at_together(monkeypatch):
         clip_grad_norm_(optimizer, 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    # Before the norm and before the step, what was and what is; of the first step only before the step.
+    # Before the norm and before the step, what was and what is; of the first step only before the step. And what each step begins with, parameters.
     params = len(list(model.parameters()))
-    assert looked == [params] * (2 + 4 + 4)
+    assert looked == [params] * (2 + 4 + 4 + 3 * 2)
     optimizer.close()
 
 

@@ -77,6 +77,9 @@ class Beside:
         # Whether some directions may lie in tiles that no step has used.
         self._torn = False
         self._hooks: list[Any] = []
+        # Tell whether a backward has come since gradients were handed over.
+        self._backward_hooks: list[Any] = []
+        self._backward_since = False
         self._written: dict[int, Mark] = {}
         self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
         for unit in units:
@@ -111,8 +114,8 @@ class Beside:
         """The name of a parameter whose gradient was changed since it was handed over."""
         came = [key for key in grads if key in self.seen]
         others = _changed(self.seen, {key: grads[key] for key in came})
-        # Where all are others, a step was skipped, and new tensors are the gradients of the next one.
-        if len(others) == len(came):
+        # Where a backward has made all of them, a step was skipped, and new tensors are the gradients of the next one.
+        if len(others) == len(came) and self._backward_since:
             others = [key for key in others if self.seen[key].tensor() is grads[key]]
         return self.name_of.get(next(iter(others), 0))
 
@@ -157,6 +160,8 @@ class Beside:
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
         self.seen = marks if remember else {}
+        if remember and not self._backward_hooks:
+            self._backward_hooks = self._call_at_gradients(self._note_backward)
 
     def _check_copies(self, marks: Mapping[int, Mark]) -> None:
         """Refuses gradients that differ between ranks where a parameter is whole on each of them: each rank takes a part of its own gradient."""
@@ -200,15 +205,22 @@ class Beside:
 
     def take_early(self) -> None:
         """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
+        self._hooks = self._call_at_gradients(self._gradient_arrived)
+
+    def _call_at_gradients(self, method: Callable[[torch.Tensor], None]) -> list[Any]:
+        """Calls a method of this object with each parameter that backward has given a gradient. Returns the hooks."""
         # The parameters outlive the optimizer.
-        beside = weakref.WeakMethod(self._gradient_arrived)
+        weak = weakref.WeakMethod(method)
 
         def arrived(param: torch.Tensor) -> None:
-            call = beside()
+            call = weak()
             if call is not None:
                 call(param)
 
-        self._hooks = [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
+        return [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
+
+    def _note_backward(self, _: torch.Tensor) -> None:
+        self._backward_since = True
 
     @contextlib.contextmanager
     def beginning(self, begin: Callable[[ParamUnit], None]) -> Iterator[None]:
@@ -241,7 +253,8 @@ class Beside:
                 )
         elif again or self.seen:
             self._came_again = True
-        if self._came_again:
+        if self._came_again or param.grad is None:
+            # A hook of the script may have taken it.
             return
         if not self._came:
             self.core.begin_step()
@@ -292,7 +305,7 @@ class Beside:
     def forget(self) -> None:
         """Forgets what was handed over."""
         self.seen, self.square_sums = {}, {}
-        self._came, self._early, self._came_again, self._torn = {}, set(), False, False
+        self._came, self._early, self._came_again, self._torn, self._backward_since = {}, set(), False, False, False
 
     # Muon
 
@@ -397,6 +410,8 @@ class Beside:
     def detach(self) -> None:
         """Lets the parameters and their gradients be."""
         self._end_hooks()
+        for hook in self._backward_hooks:
+            hook.remove()
 
 
 def _with_gradients(unit: ParamUnit) -> ParamUnit:

@@ -233,7 +233,7 @@ class OptimizerRun:
         self._check_open()
         self.check_none_begun("offloadd.optim.clip_grad_norm_")
         self._check_others()
-        beside, grads = self.beside, self.beside.came()
+        beside, grads = self.beside, self._came()
         if not beside.is_handed_over(grads):
             self._check_unchanged(grads)
             beside.hand_over(grads)
@@ -269,11 +269,11 @@ class OptimizerRun:
         if self.settings.rule == "Muon":
             raise NotSupported("update_in_backward() with Muon, whose directions need whole matrices after their momentum: use overlap_backward=True")
         check_early(beside.units, self.ranks.count, "update_in_backward()")
-        # A clipped step whose gradients were dropped is none.
-        self._scales = {key: self._scales[key] for key in beside.still(self._scales, beside.came())}
-        if self._scales:
-            raise NotSupported("update_in_backward() after offloadd.optim.clip_grad_norm_ in the same step: a step that is clipped cannot begin in backward")
+        self._check_unclipped("update_in_backward()", "a step that is clipped cannot begin in backward")
         self._check_others()
+        grouped = self._group_of()
+        if gone := next((name for name, param in beside.named if id(param) not in grouped), None):
+            raise NotSupported(f"update_in_backward() with {gone}, which was taken out of its group: leave it there, with requires_grad=False")
         check_settings(self.optimizer)
         self._take_changes()
         self.forget_gradients()
@@ -286,6 +286,18 @@ class OptimizerRun:
             if not self._begun.units:
                 self._begun = None
                 beside.forget()
+
+    def _came(self) -> dict[int, torch.Tensor]:
+        """The gradient of each parameter that has one and is in a group."""
+        grouped = self._group_of()
+        return {key: grad for key, grad in self.beside.came().items() if key in grouped}
+
+    def _check_unclipped(self, what: str, why: str) -> None:
+        """Refuses what cannot come between clipping and its step."""
+        # A clipped step whose gradients were dropped is none.
+        self._scales = {key: self._scales[key] for key in self.beside.still(self._scales, self._came())}
+        if self._scales:
+            raise NotSupported(f"{what} after offloadd.optim.clip_grad_norm_ in the same step: {why}")
 
     def check_none_begun(self, what: str) -> None:
         """Refuses what would change, drop or see a part of a step."""
@@ -301,7 +313,7 @@ class OptimizerRun:
         commits, beside, core = self.commits, self.beside, self.core
         self._check_others()
         check_settings(self.optimizer)
-        grads, begun, scalars = beside.came(), self._begun, self._scalars()
+        grads, begun, scalars = self._came(), self._begun, self._scalars()
         if begun is not None:
             begun.hand_over(grads, scalars)
         elif not grads:
@@ -410,11 +422,12 @@ class OptimizerRun:
         pieces = [(unit, piece) for unit in self.beside.all_units for piece in unit.params]
         if self.settings.rule != "Muon":
             scalars, number_of = groups_of(self.optimizer)
-            return scalars, {id(piece): number_of[id(piece.param)] for _, piece in pieces}
+            return scalars, {id(piece): number_of[id(piece.param)] for _, piece in pieces if id(piece.param) in number_of}
         group_of, numbers, found = self._group_of(), {}, {}
         for unit, piece in pieces:
-            group = group_of[id(piece.param)]
-            of_piece = _scalars_of(unit, piece, group)
+            if id(piece.param) not in group_of:
+                continue
+            of_piece = _scalars_of(unit, piece, group_of[id(piece.param)])
             found[id(piece)] = numbers.setdefault(of_piece, len(numbers))
         return list(numbers), found
 
@@ -505,6 +518,8 @@ class OptimizerRun:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         self.check_none_begun("load_state_dict()")
+        self._check_unclipped("load_state_dict()", "load before backward or after step()")
+        self._check_others()
         beside, index_of = self.beside, self.commits.layout.index_of
         params = {id(param): param for _, param in beside.named}
         names, shapes = {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}
@@ -602,6 +617,19 @@ class Interrupts:
         """Raises the last interrupt."""
         if self._raised is not None:
             raise self._raised
+
+
+class NoStates(States):
+    """`optimizer.state` before an optimizer has begun."""
+
+    def __init__(self) -> None:
+        pass
+
+    def params(self) -> list[nn.Parameter]:
+        return []
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        return ParamState()
 
 
 class OptimizerStates(States):

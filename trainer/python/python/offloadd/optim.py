@@ -28,7 +28,7 @@ from . import _lion, _muon
 from ._config import Settings, settings_of
 from ._errors import Error, NotSupported
 from ._moments import check_room
-from ._optimizer_run import OptimizerRun, OptimizerStates, open_run
+from ._optimizer_run import NoStates, OptimizerRun, OptimizerStates, open_run
 from ._param_units import grad_of
 from ._prepared_optimizer import PreparedOptimizer
 from ._state_copies import StateCopies
@@ -157,8 +157,10 @@ class _Alone(PreparedOptimizer):
     @property
     def state(self) -> Mapping:
         """The moments of each parameter, read from tiles when somebody asks for them."""
-        if self._run is None or self._loading:
+        if self._loading:
             return {}
+        if self._run is None:
+            return NoStates()
         self._run.check_none_begun("optimizer.state")
         return OptimizerStates(self._run)
 
