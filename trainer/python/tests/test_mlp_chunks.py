@@ -15,7 +15,7 @@ import offloadd.optim  # noqa: E402
 from offloadd import _fp8  # noqa: E402
 from offloadd._config import settings_of  # noqa: E402
 from offloadd._gpu_plan import computed  # noqa: E402
-from offloadd._mlp_chunks import MlpChunks  # noqa: E402
+from offloadd._mlp_chunks import MlpChunks, is_rowwise  # noqa: E402
 from offloadd._units import units_of  # noqa: E402
 from test_activations import Moved  # noqa: E402
 from test_plan import kept_on_the_cpu  # noqa: E402
@@ -164,6 +164,24 @@ class OwnMlp(nn.Module):
 
 def own_mlp(model):
     model.model.layers[1].mlp = OwnMlp()
+
+
+# Layers of kinds that compute each row by itself unless they are told otherwise.
+OF_OTHER_ROWS = {
+    "Softmax": lambda: nn.Softmax(1),
+    "LogSoftmax": nn.LogSoftmax,
+    "GLU": lambda: nn.GLU(1),
+    "PReLU": lambda: nn.PReLU(CHUNKS),
+    "Softmax2d": nn.Softmax2d,
+    "MultiheadAttention": lambda: nn.MultiheadAttention(80, 4),
+    "LayerNorm": lambda: nn.LayerNorm((CHUNKS, 80)),
+    "RMSNorm": lambda: nn.RMSNorm((CHUNKS, 80)),
+}
+
+
+def test_layers_that_compute_along_tokens_are_not_rowwise():
+    assert [name for name, make_layer in OF_OTHER_ROWS.items() if is_rowwise(make_layer()) or type(make_layer()).__name__ != name] == []
+    assert all(map(is_rowwise, (nn.Softmax(-1), nn.GLU(), nn.PReLU(), nn.LayerNorm(80), nn.RMSNorm((80,)), nn.SiLU(), nn.Dropout())))
 
 
 def norm_over_tokens(model):

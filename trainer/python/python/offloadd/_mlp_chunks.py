@@ -37,6 +37,8 @@ _ROWWISE_NAMES = {
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
     ("transformers.pytorch_utils", "Conv1D"),
 }
+# Those of these files along other dimensions than the last, as `dim` of a Softmax says, are not, nor these.
+_MIXING = {nn.MultiheadAttention, nn.Softmax2d}
 _ROWWISE_FILES = ("torch.nn.modules.activation", "transformers.activations")
 # Adapters of LoRA, PEFT's and those of a plan.
 _ADAPTERS = ("peft.tuners.lora.", f"{__package__}.")
@@ -86,6 +88,10 @@ def _check(name: str, mlp: nn.Module) -> None:
 def is_rowwise(module: nn.Module) -> bool:
     """Whether a layer is known to compute each row by itself."""
     kind = type(module)
+    if kind.__module__.startswith("torch.nn."):
+        sizes = len(getattr(module, "normalized_shape", (1,))), getattr(module, "num_parameters", 1)
+        if kind in _MIXING or getattr(module, "dim", -1) != -1 or max(sizes) > 1:
+            return False
     named = (kind.__module__, kind.__name__) in _ROWWISE_NAMES or kind.__module__ in _ROWWISE_FILES or kind.__module__.startswith(_ADAPTERS)
     return kind in _ROWWISE or named or kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(("RMSNorm", "LayerNorm"))
 
