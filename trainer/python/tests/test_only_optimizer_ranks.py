@@ -112,7 +112,8 @@ def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(
 
 
 def differ(rank, ranks):
-    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, and where gradients are to be taken too early."""
+    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, where gradients are to be taken too early, and where one rank
+    has other values, at first or later."""
     model, optimizer = made(ranks, "offloadd", None, torch.float32, "ddp")
     model.module(torch.ones(1, 8)).backward()
     if rank:
@@ -120,7 +121,15 @@ def differ(rank, ranks):
     told = []
     other = made(ranks, "offloadd", None, torch.float32, "ddp")[1]
     early = made(ranks, "offloadd", None, torch.float32, "ddp", overlap_backward=True)[1]
-    for call in (optimizer.step, lambda: replicas().step(), early.resume, lambda: other.update_in_backward().__enter__()):
+    begun, own = model_of(), model_of()
+    changed = offloadd.optim.AdamW(begun.named_parameters(), options={"program": PROGRAM})
+    begun(torch.ones(1, 8)).backward()
+    changed.step()
+    with torch.no_grad():
+        (begun.head.bias if rank == 2 else torch.ones(1)).mul_(2)
+        own.blocks[1].norm.weight.add_(rank)
+    alone = offloadd.optim.AdamW(own.named_parameters())
+    for call in (optimizer.step, lambda: replicas().step(), early.resume, lambda: other.update_in_backward().__enter__(), alone.resume, changed.step):
         with pytest.raises(offloadd.NotSupported) as raised:
             call()
         told.append(str(raised.value))
@@ -135,11 +144,12 @@ def replicas():
 
 @needs_daemon
 def test_ranks_that_differ_are_refused_by_name(tmp_path):
-    for gradients, placements, early, begun in on_ranks(4, tmp_path / "store", differ):
+    for gradients, placements, early, begun, alone, changed in on_ranks(4, tmp_path / "store", differ):
         assert "module.head.bias has a gradient on one of ranks" in gradients
         assert "blocks.0.linear.weight has the placements" in placements and "HSDP" in placements
         assert "overlap_backward with module.blocks.0.linear.weight, which is whole on each rank" in early
         assert "update_in_backward() with module.blocks.0.linear.weight, which is whole on each rank" in begun
+        assert "blocks.1.norm.weight has other values on rank" in alone and "head.bias has other values on rank" in changed
 
 
 def checkpointed(rank, ranks, kind, directory, way, load=None, save=None):

@@ -165,15 +165,8 @@ class Beside:
 
     def _check_copies(self, marks: Mapping[int, Mark]) -> None:
         """Refuses gradients that differ between ranks where a parameter is whole on each of them: each rank takes a part of its own gradient."""
-        whole = [(name, param) for name, param in self.named if id(param) in marks and not is_dtensor(param)]
-        if not whole:
-            return
-        own = array.array("q", torch.stack([marks[id(param)].bits for _, param in whole]).tolist())
-        for rank, data in enumerate(self.ranks.meet("compare gradients", own.tobytes())):
-            differs = [one for one, ours, theirs in zip(whole, own, array.array("q", data)) if ours != theirs]
-            if not differs:
-                continue
-            name, param = differs[0]
+        name, param, rank = self._first_different("compare gradients", {key: mark.bits for key, mark in marks.items()})
+        if param is not None:
             raise NotSupported(
                 f"the gradient of {name} differs between ranks {self.ranks.rank} and {rank}, and the parameter is whole on each of them: "
                 + (
@@ -183,6 +176,29 @@ class Beside:
                     else "average gradients over all ranks before the step, as DistributedDataParallel does"
                 )
             )
+
+    def check_same_values(self, params: Iterable[nn.Parameter]) -> None:
+        """Refuses parameters whose values differ between ranks where they are whole on each of them: each rank takes a part of its own values."""
+        if self.ranks.count == 1:
+            return
+        name, param, rank = self._first_different("compare parameters", {id(param): _bits(param) for param in params})
+        if param is not None:
+            raise NotSupported(
+                f"{name} has other values on rank {rank} than on rank {self.ranks.rank}, and is whole on each of them: give all ranks those of one, as "
+                "DistributedDataParallel does when it is made, or torch.distributed.broadcast"
+            )
+
+    def _first_different(self, what: str, bits: Mapping[int, torch.Tensor]) -> tuple[str, Optional[nn.Parameter], int]:
+        """The first parameter that is whole on each rank and of whose sums of bits, by the parameters' ids, another rank has other ones: its name, itself and
+        the rank. All ranks must call it with the same parameters."""
+        whole = [(name, param) for name, param in self.named if id(param) in bits and not is_dtensor(param)]
+        if whole:
+            own = array.array("q", torch.stack([bits[id(param)] for _, param in whole]).tolist())
+            for rank, data in enumerate(self.ranks.meet(what, own.tobytes())):
+                for (name, param), ours, theirs in zip(whole, own, array.array("q", data)):
+                    if ours != theirs:
+                        return name, param, rank
+        return "", None, 0
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""

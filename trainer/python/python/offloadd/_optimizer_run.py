@@ -196,6 +196,7 @@ class OptimizerRun:
 
     def _fill(self, replace: bool) -> None:
         """Gives the tiles their first content: the parameters, and moments of zero."""
+        self.beside.check_same_values(param for _, param in self.beside.named)
         ranks, units, blob = self.ranks, self.beside.all_units, self.commits.first()
         ranks.meet("begin anew" if replace else "begin")
         self.core.begin_rewrite([unit.index for unit in units], blob) if replace else self.core.begin_fill(blob)
@@ -454,6 +455,7 @@ class OptimizerRun:
         suspects = {id(param) for (_, param), flag in zip(beside.named, flags) if flag}
         if suspects:
             check_memory((name, local_of(param), True) for name, param in beside.named)
+            beside.check_same_values(param for _, param in beside.named if id(param) in suspects)
         changed: dict[ParamUnit, list[int]] = {}
         for unit in beside.units:
             if not any(id(piece.param) in suspects for piece in unit.params):
