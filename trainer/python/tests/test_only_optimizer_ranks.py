@@ -112,8 +112,8 @@ def test_ranks_that_are_killed_resume_with_the_same_bits_and_others_are_refused(
 
 
 def differ(rank, ranks):
-    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, where gradients are to be taken too early, and where one rank
-    has other values, at first or later."""
+    """What happens where one rank lacks a gradient, where parameters are copied in groups of ranks, where gradients are to be taken too early, and where one
+    rank has other values, at first or later."""
     model, optimizer = made(ranks, "offloadd", None, torch.float32, "ddp")
     model.module(torch.ones(1, 8)).backward()
     if rank:
