@@ -86,6 +86,8 @@ impl Core {
             if self.tiles(kind).dirty(range).is_some() {
                 self.grads_to_write.push_back(range);
             }
+        } else if kind == Kind::State && self.revised[range as usize] {
+            self.revised_to_write.push(range);
         } else if let Some(generation) = self.tiles(kind).dirty(range) {
             let resident = self.tiles(kind).resident(range);
             let tile = self.tiles(kind).id(range);
@@ -118,6 +120,7 @@ impl Core {
                 // Of the generation that the update of this step will be of.
                 let dirty = self.durable.then_some(working);
                 self.tiles(Kind::State).set_dirty(range, dirty);
+                self.revised[range as usize] = !self.tiles(Kind::State).resident(range);
             }
             UseKind::Fill | UseKind::Rewrite => {
                 self.fills_left -= 1;
@@ -148,6 +151,7 @@ impl Core {
         if let Some(position) = position {
             self.complete(position);
         }
+        self.revised[range as usize] = false;
         for kind in Kind::STORED {
             let dirty = self.durable.then_some(self.pending_generation);
             self.tiles(kind).set_dirty(range, dirty);

@@ -25,6 +25,9 @@
 //! commit waits for them. Another pass of the same step and a drain keep them; those of a step that was not finished are
 //! dropped when the next step begins.
 //!
+//! **Revisions.** A revised state waits in its slot for its update, which changes it again. It is written before only where revised states take all
+//! slots, and read again.
+//!
 //! **External ranges.** The caller has their newest content and updates it. A commit makes them pending, if the caller has updated them since the last one:
 //! a worker copies each into slots, in the order of updates, and they are written as staged tiles. The caller's next update waits for that
 //! ([`Request::Settle`]). Gathers and scatters skip them.
@@ -121,6 +124,9 @@ pub struct Core {
 
     /// Ranges scattered in this step.
     scattered: Vec<bool>,
+    /// Ranges whose staged state was revised and not updated since, and those of them that are only in a slot, newest last; may contain stale entries.
+    revised: Vec<bool>,
+    revised_to_write: Vec<u32>,
     /// Ranges whose update is still to run, and its generation.
     pending: Vec<bool>,
     pending_count: usize,
@@ -197,6 +203,8 @@ impl Core {
             fills_left: 0,
             updating: BTreeMap::new(),
             scattered: vec![false; ranges],
+            revised: vec![false; ranges],
+            revised_to_write: Vec::new(),
             pending: vec![false; ranges],
             pending_count: 0,
             pending_generation: 0,
@@ -221,6 +229,8 @@ impl Core {
             Event::Plan(ops) => {
                 assert!(matches!(self.waiting, Waiting::Nothing));
                 self.scattered.fill(false);
+                self.revised_to_write
+                    .retain(|&range| self.revised[range as usize]);
                 self.set_plan(&ops);
             }
             Event::Pass(ops) => {

@@ -106,7 +106,39 @@ impl Core {
                 self.write(tile, actions);
             }
         }
+        self.write_revised(actions);
         self.write_generation(actions);
+    }
+
+    /// Writes revised states if they take all slots and nothing else is on its way to free one: those that were revised last are updated last.
+    fn write_revised(&mut self, actions: &mut Vec<Action>) {
+        let moves = self.reads_inflight > 0 || self.writes_inflight.0 != [0; 3];
+        let waits =
+            !matches!(self.waiting, Waiting::Nothing) || self.next_update < self.plan.updates.len();
+        let is_stuck = waits && !moves && self.updating.is_empty();
+        if !is_stuck || self.tiles[Kind::State].has_slot() {
+            return;
+        }
+        while self.may_write()
+            && let Some(range) = self.revised_to_write.pop()
+        {
+            let states = &self.tiles[Kind::State];
+            let is_idle = states.state(range) == TileState::Idle && self.revised[range as usize];
+            match states.dirty(range) {
+                // Updated or written since.
+                _ if !is_idle => {}
+                None => {}
+                Some(generation) if generation == self.acknowledged + 1 => {
+                    let tile = states.id(range);
+                    self.write(tile, actions);
+                }
+                // The commit before is not acknowledged yet.
+                Some(_) => {
+                    self.revised_to_write.push(range);
+                    return;
+                }
+            }
+        }
     }
 
     fn may_write(&self) -> bool {

@@ -202,6 +202,11 @@ impl Tiles {
         slot.is_some()
     }
 
+    /// Whether a staging slot is free, or can be.
+    pub(super) fn has_slot(&self) -> bool {
+        !(self.free.is_empty() && self.evictable.is_empty())
+    }
+
     pub(super) fn id(&self, range: u32) -> TileId {
         TileId {
             kind: self.kind,

@@ -109,3 +109,26 @@ fn places_and_tiles_change_no_bit_and_a_run_with_muon_resumes_as_no_other() {
         assert!(exported(&harness, &run, name) == expected, "{name}");
     }
 }
+
+#[test]
+fn a_step_on_drives_writes_less_than_with_adamw() {
+    // States of one moment that were written before their update too would be more than those of two. A block's states fit into staging.
+    let harness = Harness::new();
+    let written = |name: &str, optimizer: &str| {
+        let run = harness.run(name, &[optimizer, "train.steps=3"]);
+        let sets = [
+            "model.hidden_size=128",
+            "model.intermediate_size=512",
+            "offload.tile_elems=4096",
+            "offload.staging_bytes=4000000",
+        ];
+        let run = run.with(&harness.nvme()).with(&sets);
+        run.train();
+        let last = run.metrics().pop().expect("a step");
+        last["device_written_bytes"].as_f64().expect("a number")
+    };
+    let adamw = written("adamw", "optimizer={type=\"AdamW\",params={lr=1e-3}}");
+    let muon = written("muon", MUON);
+    println!("{muon} bytes with Muon, {adamw} with AdamW");
+    assert!(muon < 0.8 * adamw, "{muon} and {adamw}");
+}
