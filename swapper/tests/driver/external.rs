@@ -42,8 +42,9 @@ fn open(
         settings.units[unit].external = true;
     }
     let held = CallerTiles::default();
-    let workers = [(); 3].map(|()| Box::new(Holder(held.clone())) as Box<dyn Optimizer<u64>>);
-    let (mut swapper, opened) = Swapper::open(settings, workers.into()).unwrap();
+    let worker = || Box::new(Holder(held.clone())) as Box<dyn Optimizer<u64>>;
+    let workers = || (0..3).map(|_| worker()).collect();
+    let (mut swapper, opened) = toy::open_soon(&settings, workers).unwrap();
     assert_eq!(swapper.external_units(), external);
     let step = match &opened.resumed {
         Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),
