@@ -88,6 +88,8 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
             assert_eq!(step, 3, "{job} resumes at its last step");
             let found = toy::contents(&mut swapper).unwrap();
             toy::assert_same(&found, &expected, &job);
+            // What it has beside its commit is free for the next job.
+            swapper.close().unwrap();
         }
     }
 }
