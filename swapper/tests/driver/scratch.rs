@@ -1,7 +1,6 @@
 //! The caller's own tiles beside those of units, with a private daemon.
 
 use std::os::unix::fs::FileExt;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use swapper::private::PrivateDaemon;
@@ -209,19 +208,9 @@ fn what_ends_the_swapper_ends_waits_for_the_callers_tiles_with_the_same_error() 
         let (mut swapper, scratch) = open(&settings(&daemon, "ends"));
         swapper.drain().unwrap();
         swapper.set_stall_max(Duration::from_millis(300)).unwrap();
-        let kill = |signal: &str| {
-            let pid = daemon.pid().to_string();
-            assert!(
-                Command::new("kill")
-                    .args([signal, &pid])
-                    .status()
-                    .unwrap()
-                    .success()
-            );
-        };
         write(&scratch, 1, 1).unwrap();
         assert_eq!(read(&scratch, 1).unwrap(), 1);
-        kill(signal);
+        store::send(&daemon, signal);
         let since = Instant::now();
         // Nothing but the caller's tiles is in flight.
         let error = write(&scratch, 2, 2)
@@ -238,7 +227,7 @@ fn what_ends_the_swapper_ends_waits_for_the_callers_tiles_with_the_same_error() 
         let told = toy::train_step(&mut swapper, 1).unwrap_err();
         assert_eq!(told.to_string(), error.to_string());
         if stalls {
-            kill("-CONT");
+            store::send(&daemon, "-CONT");
         }
     }
 }

@@ -45,6 +45,30 @@ pub(crate) fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
     }))
 }
 
+/// Sends a signal to the daemon. Returns when all of its threads have stopped or ended, if it makes them: `kill` itself does not wait.
+pub(crate) fn send(daemon: &PrivateDaemon, signal: &str) {
+    let pid = daemon.pid().to_string();
+    let sent = Command::new("kill").args([signal, &pid]).status();
+    assert!(sent.unwrap().success());
+    let state = match signal {
+        "-STOP" => 'T',
+        "-9" => 'Z',
+        _ => return,
+    };
+    let is_in_state = |stat: String| stat[stat.rfind(')').unwrap()..].chars().nth(2) == Some(state);
+    loop {
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+        // One that has ended is not there.
+        let stats = threads
+            .flatten()
+            .filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
+        if stats.into_iter().all(is_in_state) {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn wherever_tiles_live_the_bytes_are_the_same() {
     let dir = tempfile::tempdir().unwrap();
@@ -476,16 +500,11 @@ fn a_daemon_that_hangs_is_an_error_and_no_hang() {
     toy::train_step(&mut swapper, 1).unwrap();
     swapper.drain().unwrap();
     swapper.set_stall_max(Duration::from_millis(300)).unwrap();
-    let signal = |name: &str| {
-        let pid = daemon.pid().to_string();
-        let sent = Command::new("kill").args([name, &pid]).status();
-        assert!(sent.unwrap().success());
-    };
-    signal("-STOP");
+    send(&daemon, "-STOP");
     let since = Instant::now();
     let error = toy::train_step(&mut swapper, 2).unwrap_err();
     let waited = since.elapsed();
-    signal("-CONT");
+    send(&daemon, "-CONT");
     assert!(matches!(error, SwapperError::Stalled { .. }), "{error}");
     for device in devices(dir.path()) {
         let device = device.display().to_string();
