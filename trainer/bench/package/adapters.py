@@ -12,7 +12,7 @@ resident       offloadd.gpu_resident_fraction of a prepared row, and resident_by
 tflops         4 x parameters x tokens, forward and the gradients of inputs; what checkpointing computes again is not counted
 bus_bytes      weights that came to the GPU in a step
 bus_s          their least seconds, at the rate of a copy from pinned memory
-drive_s        on drives, their least seconds to read those weights, at the rate of one drive of the table
+drive_s        on --testdrives, their least seconds to read those weights, at the rate that limits them
 bound_s        the longest of the plain row's step, bus_s and drive_s; of_the_bound: bound_s / step_s
 
 --gathered adds three steps of writing, loss and update for each base, with all weights on the GPU while it writes, and with weights that come
@@ -158,7 +158,7 @@ class Pair:
             row |= {"resident": resident_of(run), "resident_bytes": run.resident_bytes, "bus_bytes": moved.of_step}
             if self.to_gpu and tokens in self.step_s:
                 row["bus_s"] = moved.of_step / self.to_gpu
-                row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * len(args.nvme_path)) if place == "nvme" else 0
+                row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * len(args.nvme_path)) if place == "nvme" and args.testdrives else 0
                 row["bound_s"] = max(row["bus_s"], row["drive_s"], self.step_s[tokens])
                 row |= {"of_the_bound": row["bound_s"] / step_s, "beside_plain": step_s / self.step_s[tokens]}
         show(**row, first_loss=losses[0], last_loss=losses[-1])

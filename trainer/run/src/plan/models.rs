@@ -50,7 +50,8 @@ struct Row {
     places: [PlaceReport; 4],
 }
 
-fn row(name: String, model: &ModelConfig, ranks: u32) -> Row {
+/// The run that a row describes, and a machine with room for it.
+fn run_and_machine(model: &ModelConfig, ranks: u32) -> (RunSettings, Hardware) {
     let mut question = Question { ranks, ..QUESTION };
     if (model.max_position_embeddings as u64) < question.seq_len {
         question.micro_batch *= question.seq_len / SEQ_LEN_SHORT;
@@ -66,10 +67,16 @@ fn row(name: String, model: &ModelConfig, ranks: u32) -> Row {
         ..Overrides::default()
     };
     let hardware = Hardware::new(&settings, &machine, without_torch);
-    let planned = |place: Place, settings: &RunSettings| {
-        PlaceReport::new(place, &Plan::new(settings, hardware.clone()).unwrap())
-    };
-    let report = |place: Place| planned(place, &place.apply_to(&settings));
+    (settings, hardware)
+}
+
+fn planned(place: Place, settings: &RunSettings, hardware: &Hardware) -> PlaceReport {
+    PlaceReport::new(place, &Plan::new(settings, hardware.clone()).unwrap())
+}
+
+fn row(name: String, model: &ModelConfig) -> Row {
+    let (settings, hardware) = run_and_machine(model, QUESTION.ranks);
+    let report = |place: Place| planned(place, &place.apply_to(&settings), &hardware);
     let mut farthest = Place::Drives.apply_to(&settings);
     farthest.offload.gradients = GradientsChoice::Nvme;
     farthest.offload.activations = ActivationsChoice::Cpu;
@@ -78,7 +85,7 @@ fn row(name: String, model: &ModelConfig, ranks: u32) -> Row {
             report(Place::Gpu),
             report(Place::Host),
             report(Place::Drives),
-            planned(Place::Drives, &farthest),
+            planned(Place::Drives, &farthest, &hardware),
         ],
         parameters: model.params_count() as u64,
         name,
@@ -94,11 +101,7 @@ fn page(dir: &Path) -> String {
     let mut rows: Vec<Row> = configs
         .map(|path| {
             let name = path.file_stem().unwrap().to_string_lossy();
-            row(
-                name.into_owned(),
-                &read_model(&path).unwrap(),
-                QUESTION.ranks,
-            )
+            row(name.into_owned(), &read_model(&path).unwrap())
         })
         .collect();
     rows.sort_by(|a, b| (a.parameters, &a.name).cmp(&(b.parameters, &b.name)));
@@ -156,13 +159,14 @@ fn section_of_ranks(dir: &Path) -> String {
         QUESTION.seq_len * QUESTION.micro_batch
     );
     for ranks in RANKS {
-        let found = row(MODEL_OF_RANKS.to_owned(), &model, ranks);
-        let [gpu, host, ..] = &found.places;
+        let (settings, hardware) = run_and_machine(&model, ranks);
+        let [gpu, host] = [Place::Gpu, Place::Host]
+            .map(|place| planned(place, &place.apply_to(&settings), &hardware));
+        let parameters = model.params_count() as u64;
         // Bytes of a parameter, its gradient and its state, of which a stage divides the state, the gradient too, or all: Rajbhandari et al.
         // 2020, figure 1.
-        let stage = |whole: u64, divided: u64| {
-            found.parameters * whole + found.parameters * divided / u64::from(ranks)
-        };
+        let stage =
+            |whole: u64, divided: u64| parameters * whole + parameters * divided / u64::from(ranks);
         let cells = [
             gpu.gpu_bytes,
             host.gpu_bytes,
