@@ -257,6 +257,9 @@ impl Core {
             self.start_reads(actions);
             self.start_commit(actions);
             if !self.changed {
+                self.write_revised(actions);
+            }
+            if !self.changed {
                 return;
             }
         }

@@ -106,15 +106,19 @@ impl Core {
                 self.write(tile, actions);
             }
         }
-        self.write_revised(actions);
         self.write_generation(actions);
     }
 
-    /// Writes revised states if they take all slots and nothing else is on its way to free one: those that were revised last are updated last.
-    fn write_revised(&mut self, actions: &mut Vec<Action>) {
+    /// Writes revised states if they take all slots and nothing is on its way to free one, when nothing else can be started: those that were revised
+    /// last are updated last.
+    pub(super) fn write_revised(&mut self, actions: &mut Vec<Action>) {
         let moves = self.reads_inflight > 0 || self.writes_inflight.0 != [0; 3];
-        let waits =
-            !matches!(self.waiting, Waiting::Nothing) || self.next_update < self.plan.updates.len();
+        let waits = match &self.waiting {
+            Waiting::Nothing => self.next_update < self.plan.updates.len(),
+            // What is lent comes back, and its operation may need no further slot.
+            Waiting::Serving(serving) => serving.lent.is_empty(),
+            _ => true,
+        };
         let is_stuck = waits && !moves && self.updating.is_empty();
         if !is_stuck || self.tiles[Kind::State].has_slot() {
             return;

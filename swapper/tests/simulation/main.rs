@@ -217,6 +217,17 @@ fn commits_that_copy(setup: &Setup, steps: u64) -> u64 {
     }
 }
 
+/// Whether a revised state stays in its slot until its update: each unit's update begins when it is revised, before others', and there are slots for
+/// all its states.
+fn keeps_revised(job: &Job, setup: &Setup, moves: &Moves) -> bool {
+    let residents = job.residents(1, setup.shares[1], &setup.external);
+    let staged = |range: &u32| !residents[*range as usize];
+    let revised = job.revised_units().into_iter();
+    let mut counts = revised.map(|unit| job.units[unit].clone().filter(staged).count());
+    let fits = counts.all(|count| count <= setup.staging[1] as usize);
+    setup.begins == 100 && moves.joined == 0 && fits
+}
+
 /// Checks that an incarnation without failure moved as many tiles as the formulas of the design say: never more, and all writes.
 fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let steps = (from as usize..job.skipped.len())
@@ -235,6 +246,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let evaluations = evaluations_of(job, from);
     for kind in [0, 1, 2] {
         let residents = job.residents(kind, setup.shares[kind], &setup.external);
+        let keeps_revised = keeps_revised(job, setup, moves);
         let mut reads_max = 0;
         let mut writes_max = 0;
         let mut writes_min = 0;
@@ -290,7 +302,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     (_, Schedule::Deferred) => updates.min(1 + drains),
                 };
                 // A revised state is written, and read for its update, unless that begins while it is in its slot.
-                let revised = kind == 1 && job.revised[range as usize];
+                let revised = kind == 1 && job.revised[range as usize] && !keeps_revised;
                 reads_max += updates * u64::from(revised) + rewritten;
                 writes_max += updates * u64::from(revised);
                 reads_max += if kind == 0 {

@@ -120,6 +120,8 @@ pub(crate) struct Moves {
     pub(crate) further: u64,
     /// Times that updates began before the end of their step.
     pub(crate) begun: u64,
+    /// Steps whose last updates joined those that had begun.
+    pub(crate) joined: u64,
     /// External ranges that were copied.
     pub(crate) copies: u64,
 }

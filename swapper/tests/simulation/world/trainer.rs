@@ -180,6 +180,7 @@ impl Incarnation<'_> {
             Vec::new()
         };
         let joins = !begun.is_empty() && self.rng.chance(50);
+        self.moves.joined += u64::from(joins);
         if !joins {
             updated.retain(|unit| !begun.contains(unit));
         }

@@ -168,7 +168,7 @@ impl Ways {
 }
 
 /// Bytes moved over all steps, by their key in the metrics.
-fn moved(run: &Run, key: &str) -> u64 {
+pub(crate) fn moved(run: &Run, key: &str) -> u64 {
     let metrics = run.metrics();
     metrics.iter().map(|line| line[key].as_u64().unwrap()).sum()
 }
