@@ -173,25 +173,20 @@ fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
             program.display()
         )));
     }
-    let beside = std::env::current_exe().ok();
-    let near = beside
-        .iter()
-        .flat_map(|exe| exe.ancestors().skip(1).take(2));
+    let exe = std::env::current_exe().ok();
+    let near = exe.iter().flat_map(|exe| exe.ancestors().skip(1).take(2));
+    let near: Vec<PathBuf> = near.map(Path::to_owned).collect();
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let dirs = near
-        .map(Path::to_owned)
+    let mut programs = (near.iter().cloned())
         .chain(std::env::split_paths(&path))
-        .collect::<Vec<_>>();
-    dirs
-        .iter()
-        .map(|dir| dir.join("offloadd"))
-        .find(|program| program.is_file())
-        .ok_or_else(|| {
-            failed(format!(
-                "no program `offloadd` in {} or in PATH; build it (`cargo build -p offloadd`) or set the socket of a running daemon",
-                beside.map_or_else(|| "this program's directory".into(), |exe| exe.display().to_string())
-            ))
-        })
+        .map(|dir| dir.join("offloadd"));
+    programs.find(|program| program.is_file()).ok_or_else(|| {
+        let near: Vec<String> = near.iter().map(|dir| dir.display().to_string()).collect();
+        failed(format!(
+            "there is no program `offloadd` in {}, nor in PATH; build it (`cargo build -p offloadd`), or set the socket of a running daemon",
+            near.join(", ")
+        ))
+    })
 }
 
 /// Whether no device exists yet. If only some exist, a device is missing and must not be formatted. If a format was interrupted

@@ -63,7 +63,7 @@ pub(crate) struct Plan {
     pub(crate) moved_bytes: u64,
     pub(crate) update_threads: usize,
     /// The GPU that updates tiles too, or alone if there are no threads.
-    update_gpu: Option<u32>,
+    pub(crate) update_gpu: Option<u32>,
     /// Index of the GPU that the model computes on.
     compute_gpu: Option<u32>,
     /// Bytes of weights that a step brings to a GPU, where they are planned; what leaves it meanwhile is less.

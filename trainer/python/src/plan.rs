@@ -7,13 +7,13 @@ use offload_support::memory::available_bytes;
 use offload_support::pcie::{self, Link};
 use pyo3::prelude::*;
 use serde::Serialize;
-use swapper::{Bound, Durability, StepBytes, StepRates, bound};
+use swapper::{Bound, Durability, Kind, Layout, StepBytes, StepRates, bound};
 use training_state::metrics::MetricsFile;
-use training_state::plan::MeasuredRates;
 use training_state::plan::assumed::{
     DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, bus_bytes_per_s,
 };
-use training_state::plan::updaters::core_params_per_s;
+use training_state::plan::updaters::{core_params_per_s, script_update_s};
+use training_state::plan::{MeasuredRates, TileSums};
 use training_state::store::{StoreFiles, device_file_bytes};
 
 use crate::errors::{Error, failed};
@@ -101,16 +101,9 @@ impl Outlook {
             DRIVE_READ_BYTES_PER_S * drives.max(1) as f64,
             DRIVE_WRITE_BYTES_PER_S * drives.max(1) as f64,
         ));
-        // Only `python -m offloadd plan` counts bytes on the bus.
-        let bus_bytes_per_s = bus_bytes_per_s((plan.bus_bytes > 0).then(first_link).flatten());
+        let on_bus = plan.bus_bytes > 0 || plan.update_gpu.is_some();
+        let bus_bytes_per_s = bus_bytes_per_s(on_bus.then(first_link).flatten());
         let last = MetricsFile::last(&plan.run_dir);
-        let formats = plan.formats()?;
-        let updates = (plan.units.iter().zip(&formats)).filter_map(|(unit, format)| {
-            let master = format.update?.format.master;
-            Some(unit.elems as f64 / core_params_per_s(master))
-        });
-        let one_core_s: f64 = updates.sum();
-        let threads = plan.update_threads.max(1) as f64;
         let Bound { s, wall, .. } = bound(
             settings.schedule,
             &bytes,
@@ -120,9 +113,10 @@ impl Outlook {
                 staging_bytes: (memory.staging_bytes() + memory.scratch_slot_bytes()) as f64,
                 forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
-                update_s: last
-                    .as_ref()
-                    .map_or(one_core_s / threads, |last| last.update_s),
+                update_s: match &last {
+                    Some(last) => last.update_s,
+                    None => update_s(plan, &layout, bus_bytes_per_s)?,
+                },
                 bus_s: plan.bus_bytes as f64 / bus_bytes_per_s,
                 network_s: 0.0,
             },
@@ -166,4 +160,24 @@ impl Outlook {
             problem: problem.map(|problem| problem.to_string()),
         })
     }
+}
+
+/// Seconds in which this rank updates its tiles.
+fn update_s(plan: &Plan, layout: &Layout, bus_bytes_per_s: f64) -> PyResult<f64> {
+    let formats = plan.formats()?;
+    let (mut core_s, mut tiles) = (0.0, TileSums::default());
+    for range in 0..layout.ranges().len() as u32 {
+        let unit = layout.ranges()[range as usize].unit;
+        let Some(update) = &formats[unit].update else {
+            continue;
+        };
+        core_s += layout.elems(range) as f64 / core_params_per_s(update.format.master);
+        let bytes = |kind| layout.content_bytes(kind, range) as u64;
+        tiles.param_bytes += bytes(Kind::Param);
+        tiles.state_bytes += bytes(Kind::State);
+        tiles.grad_bytes += bytes(Kind::Grad);
+    }
+    let gpu_s = tiles.streamed_s(bus_bytes_per_s);
+    let has_gpu = plan.update_gpu.is_some();
+    Ok(script_update_s(plan.update_threads, has_gpu, core_s, gpu_s))
 }

@@ -78,13 +78,28 @@ pub fn update_s(device: OptimizerDevice, threads: usize, cpu_s: f64, gpu_s: f64)
     match device {
         OptimizerDevice::Gpu => (gpu_s, 1.0),
         OptimizerDevice::Cpu | OptimizerDevice::Auto => (cpu_s, 0.0),
-        // Both finish at the same time.
         OptimizerDevice::Shared => {
             let updating = cpu_updaters(threads, 1.0, device) as f64;
-            let [cpu_rate, gpu_rate] = [updating / threads as f64 / cpu_s, 1.0 / gpu_s];
-            let rate = cpu_rate + gpu_rate;
-            (1.0 / (SHARED_RATE * rate), gpu_rate / rate)
+            shared_update_s(threads as f64 / updating * cpu_s, gpu_s)
         }
+    }
+}
+
+/// Seconds of an update by CPU and GPU, which finish at the same time, and the GPU's fraction of it, from the seconds that each would need for all of it.
+fn shared_update_s(cpu_s: f64, gpu_s: f64) -> (f64, f64) {
+    let [cpu_rate, gpu_rate] = [1.0 / cpu_s, 1.0 / gpu_s];
+    let rate = cpu_rate + gpu_rate;
+    (1.0 / (SHARED_RATE * rate), gpu_rate / rate)
+}
+
+/// Seconds of an update by a script's rank: by `threads`, by a GPU if `has_gpu`, or by both. `core_s` and `gpu_s` are those that one core, or the GPU,
+/// would need for all of it.
+pub fn script_update_s(threads: usize, has_gpu: bool, core_s: f64, gpu_s: f64) -> f64 {
+    let cpu_s = core_s / threads as f64;
+    match (threads, has_gpu) {
+        (0, _) => gpu_s,
+        (_, false) => cpu_s,
+        (_, true) => shared_update_s(cpu_s, gpu_s).0,
     }
 }
 
@@ -127,6 +142,15 @@ mod tests {
         let (both_s, share) = update_s(Shared, 16, cpu_s, gpu_s);
         assert!((0.207..0.224).contains(&both_s), "{both_s}");
         assert!((0.5..0.6).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn a_script_updates_as_fast_as_what_it_has() {
+        let (core_s, gpu_s) = (2.0, 0.5);
+        let found = [(4, false), (0, true), (4, true)];
+        let found =
+            found.map(|(threads, has_gpu)| script_update_s(threads, has_gpu, core_s, gpu_s));
+        assert_eq!(found, [0.5, 0.5, 0.25 / SHARED_RATE]);
     }
 
     #[test]
