@@ -92,6 +92,12 @@ fn row(name: String, model: &ModelConfig) -> Row {
     }
 }
 
+/// A cell with the bytes in each of some tiers.
+fn tiers(tiers: &[u64]) -> String {
+    let bytes = tiers.iter().map(|&bytes| ApproxBytes(bytes).to_string());
+    bytes.collect::<Vec<_>>().join(" / ")
+}
+
 /// Formats the page about every `NAME.json` in `dir`, small models first.
 fn page(dir: &Path) -> String {
     let paths = std::fs::read_dir(dir)
@@ -106,42 +112,61 @@ fn page(dir: &Path) -> String {
         .collect();
     rows.sort_by(|a, b| (a.parameters, &a.name).cmp(&(b.parameters, &b.name)));
     let mut text = format!(
-            "# Memory and space that models need in each tier
+        "# Memory and space that models need in each tier
 
 Generated from the plans of `configs/models` by `make docs`; a test keeps it current. bf16 with AdamW, one process,
 {} tokens a step, all activations recomputed, the update on the CPU, gradients in host memory unless all is on the
-GPU. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
-*read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
-TFLOPS and 16 cores: drives that limit the step are written 276 TB a day. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
-block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a machine needs. `trainer plan --model config.json` plans for another machine.
+GPU. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations.
+*Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a
+machine needs. `trainer plan --model config.json` plans for another machine.
 
-| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | least: GPU | host | drives | step |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+| model | parameters | state on the GPU: GPU | in host memory: GPU / host | on drives: GPU / host / drives | on drives, least: GPU / host / drives |
+|---|---|---|---|---|---|
 ",
-            QUESTION.seq_len * QUESTION.micro_batch
-        );
+        QUESTION.seq_len * QUESTION.micro_batch
+    );
+    let on_drives =
+        |place: &PlaceReport| tiers(&[place.gpu_bytes, place.host_bytes, place.device_bytes]);
     for row in &rows {
         let [gpu, host, drives, least] = &row.places;
         let cells = [
             row.name.clone(),
             PrefixedNumber(row.parameters as f64).to_string(),
-            ApproxBytes(gpu.gpu_bytes).to_string(),
-            ApproxBytes(host.gpu_bytes).to_string(),
-            ApproxBytes(host.host_bytes).to_string(),
-            ApproxBytes(drives.gpu_bytes).to_string(),
-            ApproxBytes(drives.host_bytes).to_string(),
-            ApproxBytes(drives.device_bytes).to_string(),
+            tiers(&[gpu.gpu_bytes]),
+            tiers(&[host.gpu_bytes, host.host_bytes]),
+            on_drives(drives),
+            on_drives(least),
+        ];
+        let _ = writeln!(text, "| {} |", cells.join(" | "));
+    }
+    text + &section_of_steps(&rows) + &section_of_ranks(dir)
+}
+
+/// Formats what a step with state on a drive moves, and how long it takes.
+fn section_of_steps(rows: &[Row]) -> String {
+    let mut text = format!(
+        "
+## A step with state on one drive
+
+Bytes that a step moves, and its bound on a drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0} TFLOPS and 16 cores. A drive that limits the step is
+written 276 TB a day.
+
+| model | read | written | step | step with the least memory |
+|---|---|---|---|---|
+"
+    );
+    for row in rows {
+        let [.., drives, least] = &row.places;
+        let cells = [
+            row.name.clone(),
             ApproxBytes(drives.step_read_bytes as u64).to_string(),
             ApproxBytes(drives.step_written_bytes as u64).to_string(),
             Seconds(drives.step_s).to_string(),
-            ApproxBytes(least.gpu_bytes).to_string(),
-            ApproxBytes(least.host_bytes).to_string(),
-            ApproxBytes(least.device_bytes).to_string(),
             Seconds(least.step_s).to_string(),
         ];
         let _ = writeln!(text, "| {} |", cells.join(" | "));
     }
-    text + &section_of_ranks(dir)
+    text
 }
 
 /// Formats what each rank takes of a model that more and more ranks divide, beside what the stages of ZeRO take.
@@ -153,8 +178,8 @@ fn section_of_ranks(dir: &Path) -> String {
 
 {MODEL_OF_RANKS}, as above, each rank with {} tokens a step. Parameters, gradients and state are always divided, as in stage 3 of ZeRO, and each rank takes:
 
-| ranks | all on the GPU: GPU | host: GPU | host | ZeRO-1 (formula, no activations) | ZeRO-2 | ZeRO-3 |
-|---|---|---|---|---|---|---|
+| ranks | state on the GPU: GPU | in host memory: GPU / host | ZeRO-1 (formula, no activations) | ZeRO-2 | ZeRO-3 |
+|---|---|---|---|---|---|
 ",
         QUESTION.seq_len * QUESTION.micro_batch
     );
@@ -167,15 +192,14 @@ fn section_of_ranks(dir: &Path) -> String {
         // 2020, figure 1.
         let stage =
             |whole: u64, divided: u64| parameters * whole + parameters * divided / u64::from(ranks);
+        let of_host = [host.gpu_bytes, host.host_bytes / u64::from(ranks)];
         let cells = [
-            gpu.gpu_bytes,
-            host.gpu_bytes,
-            host.host_bytes / u64::from(ranks),
-            stage(4, 12),
-            stage(2, 14),
-            stage(0, 16),
+            tiers(&[gpu.gpu_bytes]),
+            tiers(&of_host),
+            tiers(&[stage(4, 12)]),
+            tiers(&[stage(2, 14)]),
+            tiers(&[stage(0, 16)]),
         ];
-        let cells = cells.map(|bytes| ApproxBytes(bytes).to_string());
         let _ = writeln!(text, "| {ranks} | {} |", cells.join(" | "));
     }
     text
