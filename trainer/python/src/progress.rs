@@ -237,6 +237,7 @@ impl Reporter {
             cpu_energy_j: energy.processors,
             bound_s: bound.s,
             eval_loss: None,
+            eval_data: None,
             eval_perplexity: None,
         };
         file.write(&metrics);

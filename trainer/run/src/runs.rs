@@ -296,7 +296,7 @@ impl RunEntry {
         let last = MetricsFile::last(dir);
         let bytes_of = |file: &PathBuf| fs::metadata(file).map(|file| file.len());
         let checkpoints = Checkpoints::in_run_dir(dir);
-        let evaluations = MetricsFile::evaluations(dir);
+        let evaluations = MetricsFile::evaluations(dir, None);
         let entries = |checkpoints: Vec<CheckpointDir>| {
             let entries = checkpoints.into_iter();
             let entries =

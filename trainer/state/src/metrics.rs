@@ -99,6 +99,9 @@ pub struct StepMetrics {
     /// Mean validation loss after this step, when it was evaluated.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_loss: Option<f64>,
+    /// What was evaluated: losses of other data do not compare with it.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_data: Option<String>,
     /// Exponential of `eval_loss`.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_perplexity: Option<f64>,
@@ -178,15 +181,26 @@ impl MetricsFile {
             .map_or(0, |(_, last_step)| last_step)
     }
 
-    /// Steps and losses of all evaluations in a run directory, in the order of steps.
-    pub fn evaluations(run_dir: &Path) -> Vec<(u64, f64)> {
+    /// Steps and losses of the evaluations in a run directory, in the order of steps, since another data was last evaluated than `data`, or than in the
+    /// last evaluation.
+    pub fn evaluations(run_dir: &Path, data: Option<&str>) -> Vec<(u64, f64)> {
         let Ok(file) = File::open(Self::path(run_dir)) else {
             return Vec::new();
         };
         let lines = BufReader::new(file).split(b'\n').map_while(Result::ok);
         let steps = lines.filter_map(|line| serde_json::from_slice::<StepMetrics>(&line).ok());
-        steps
-            .filter_map(|metrics| Some((metrics.step, metrics.eval_loss?)))
+        let all = steps.filter(|metrics| metrics.eval_loss.is_some());
+        let all: Vec<StepMetrics> = all.collect();
+        // Lines that are older than this key do not say.
+        let of = |metrics: &StepMetrics| metrics.eval_data.clone();
+        let data = data.map(str::to_owned).or_else(|| of(all.last()?));
+        let others = all
+            .iter()
+            .rposition(|line| of(line).is_some_and(|of| Some(of) != data));
+        let comparable = &all[others.map_or(0, |last| last + 1)..];
+        let losses = comparable.iter();
+        losses
+            .filter_map(|line| Some((line.step, line.eval_loss?)))
             .collect()
     }
 
@@ -316,6 +330,7 @@ mod tests {
             cpu_energy_j: None,
             bound_s: 0.25,
             eval_loss: None,
+            eval_data: None,
             eval_perplexity: None,
         }
     }
@@ -325,6 +340,29 @@ mod tests {
         text.lines()
             .map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().step)
             .collect()
+    }
+
+    #[test]
+    fn evaluations_of_other_data_do_not_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
+        // The first line is older than the key.
+        for (step, data) in [(1, None), (2, Some("a")), (3, Some("b")), (4, Some("b"))] {
+            file.write(&StepMetrics {
+                eval_loss: Some(step as f64),
+                eval_data: data.map(str::to_owned),
+                ..line(step)
+            });
+        }
+        let of = |data| {
+            let found = MetricsFile::evaluations(dir.path(), data);
+            found.iter().map(|(step, _)| *step).collect::<Vec<_>>()
+        };
+        assert_eq!(of(None), [3, 4]);
+        assert_eq!(of(Some("b")), [3, 4]);
+        assert_eq!(of(Some("c")), [0; 0]);
+        MetricsFile::open(dir.path(), 2).unwrap();
+        assert_eq!(of(Some("a")), [1, 2]);
     }
 
     #[test]
@@ -341,12 +379,12 @@ mod tests {
         assert_eq!(steps(dir.path()), [1, 2, 3, 4]);
         assert_eq!(MetricsFile::last_step(dir.path()), 4);
         assert_eq!(MetricsFile::last(dir.path()), Some(line(4)));
-        assert_eq!(MetricsFile::evaluations(dir.path()), []);
+        assert_eq!(MetricsFile::evaluations(dir.path(), None), []);
         file.write(&StepMetrics {
             eval_loss: Some(2.5),
             ..line(5)
         });
-        assert_eq!(MetricsFile::evaluations(dir.path()), [(5, 2.5)]);
+        assert_eq!(MetricsFile::evaluations(dir.path(), None), [(5, 2.5)]);
         MetricsFile::open(dir.path(), 0).unwrap();
         assert_eq!(steps(dir.path()), [0; 0]);
     }

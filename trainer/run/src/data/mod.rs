@@ -248,6 +248,24 @@ impl Data {
         self.held_out.windows
     }
 
+    /// What an evaluation of at most `most` micro-batches is of: losses of two compare where it is the same.
+    pub fn evaluates(&self, most: Option<u64>) -> String {
+        let Section {
+            stored,
+            first_elem,
+            windows,
+        } = &self.held_out;
+        let mut print = Fingerprint::default();
+        print.add(&stored.header().fingerprint.to_le_bytes());
+        print.add(&first_elem.to_le_bytes());
+        print.add(&[u8::from(self.separate)]);
+        let (seq_len, print) = (self.seq_len, print.finish());
+        let most = most.map_or_else(String::new, |most| {
+            format!(", at most {most} micro-batches")
+        });
+        format!("{windows} windows of {seq_len} tokens{most}, fingerprint {print:016x}")
+    }
+
     /// Returns `rows` samples from sample number `first` on.
     ///
     /// # Errors

@@ -151,6 +151,12 @@ pub enum ConfigError {
         /// The `model_type`.
         architecture: &'static str,
     },
+    /// A key of windows where there are none.
+    #[error("{key} has no effect without use_sliding_window = true: set that too, or leave it out")]
+    WithoutWindows {
+        /// The key.
+        key: &'static str,
+    },
     /// A size is zero or implausibly large.
     #[error("{key} = {value} must be between 1 and {max}")]
     Size {

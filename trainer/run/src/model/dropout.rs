@@ -1,5 +1,7 @@
 //! Dropout rates in training. They are not part of a model's computation, so a resumed run may change them.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
@@ -14,6 +16,23 @@ pub struct Dropout {
     pub residual: f64,
     /// Probability for attention weights (`attn_pdrop`, `attention_dropout`).
     pub attention: f64,
+}
+
+/// The probabilities that are not 0, by their keys.
+impl fmt::Display for Dropout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keys = ["embd_pdrop", "resid_pdrop", "attention_dropout"];
+        let values = [self.embedding, self.residual, self.attention];
+        let set = keys
+            .into_iter()
+            .zip(values)
+            .filter(|(_, value)| *value > 0.0);
+        let set: Vec<String> = set.map(|(key, value)| format!("{key} {value}")).collect();
+        match set.is_empty() {
+            true => f.write_str("none"),
+            false => f.write_str(&set.join(", ")),
+        }
+    }
 }
 
 impl Dropout {

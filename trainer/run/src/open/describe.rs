@@ -80,6 +80,7 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "shuffle": lines["data"]["shuffle"],
         "cross_document_attention": lines["data"]["cross_document_attention"],
         "seed": settings.train.seed,
+        "dropout": settings.dropout.to_string(),
     });
     // Runs that are older than these settings have none.
     if settings.train.matmuls != Matmuls::InDtype {
@@ -126,7 +127,7 @@ mod tests {
             let named: Vec<(&str, &str)> = (changes.iter())
                 .map(|change| (change.what.as_str(), change.now.as_str()))
                 .collect();
-            assert_eq!(named, [(key, now)]);
+            assert_eq!(named, [(&*format!("train.{key}"), now)]);
         }
     }
 }

@@ -183,6 +183,10 @@ pub(super) fn resume(
     if let Some(text @ Value::Null) = state.trained_with.get_mut("text") {
         *text = fresh.trained_with["text"].clone();
     }
+    // Runs that are older than this note did not keep it.
+    if state.trained_with.get("dropout").is_none() {
+        state.trained_with["dropout"] = fresh.trained_with["dropout"].clone();
+    }
     let [was, now] =
         [&state.trained_with, &fresh.trained_with].map(|with| schedule_of(&with["lr"]));
     if was != now {
@@ -193,16 +197,27 @@ pub(super) fn resume(
     }
     let is_shown = |change: &Difference| !(change.what == "lr" || change.what.starts_with("lr."));
     let changes = training_state::run::differences(&state.trained_with, &fresh.trained_with);
+    let mut divides_anew = false;
     for change in changes.into_iter().filter(is_shown) {
+        divides_anew |= WINDOWS.contains(&change.what.as_str());
         say(format!(
             "note: {} was {} up to step {} and is {} from now on",
             change.what, change.was, state.step, change.now
+        ));
+    }
+    if divides_anew && state.step > 0 {
+        say(format!(
+            "note: the data is divided into other windows: the run goes on at window {} of them, which may repeat or leave out text",
+            state.next_sample
         ));
     }
     state.trained_with = fresh.trained_with.clone();
     state.seed = fresh.seed;
     Ok(state)
 }
+
+/// What a run's division of its data into windows depends on, by the names in notes.
+const WINDOWS: [&str; 3] = ["train.seq_len", "the data", "data.validation_fraction"];
 
 /// Formats a kept schedule of learning rates.
 fn schedule_of(lr: &Value) -> String {

@@ -196,7 +196,7 @@ impl NodeDirs {
 
     /// Step of the checkpoint with the lowest validation loss in this node's metrics, among those that a node has.
     pub fn best(&self, all: &HeldByNodes) -> Option<u64> {
-        let past = MetricsFile::evaluations(&self.run_dir).into_iter();
+        let past = MetricsFile::evaluations(&self.run_dir, None).into_iter();
         let with_checkpoint = past.filter(|(step, _)| all.holder(*step).is_some());
         let best = with_checkpoint.min_by(|a, b| a.1.total_cmp(&b.1));
         best.map(|(step, _)| step)

@@ -330,7 +330,7 @@ fn refuse_existing_export(settings: &RunSettings, start: &StartPoint) -> Result<
     };
     let (train, run_dir) = (&settings.train, &settings.train.run_dir);
     let has_stalled = || {
-        let past = Evaluations::from_steps_and_losses(&MetricsFile::evaluations(run_dir));
+        let past = Evaluations::from_steps_and_losses(&MetricsFile::evaluations(run_dir, None));
         past.has_stalled(train.early_stopping_patience)
     };
     let was_complete = *start == StartPoint::GoOn

@@ -143,7 +143,15 @@ impl Training {
         })?;
         let (past, best_checkpoint) =
             ranks.by_first::<_, TrainError>("reading the evaluations", || {
-                let past = MetricsFile::evaluations(run.dir.path());
+                let evaluates = data.as_ref().map(|data| data.evaluates(train.eval_batches));
+                let past = MetricsFile::evaluations(run.dir.path(), evaluates.as_deref());
+                let before = MetricsFile::evaluations(run.dir.path(), None);
+                if let (Some(shown), true, Some((step, _))) = (&shown, past.is_empty(), before.last())
+                {
+                    shown.progress.say(&format!(
+                        "note: the validation data changed after the evaluation at step {step}: losses up to there do not count for the lowest one"
+                    ));
+                }
                 let has_checkpoint = |(step, _): &&(u64, f64)| checkpoints.has(*step);
                 let with_checkpoint = past.iter().filter(has_checkpoint).copied();
                 let best = with_checkpoint.min_by(|a, b| a.1.total_cmp(&b.1));
@@ -380,6 +388,7 @@ impl Training {
             cpu_energy_j: None,
             bound_s: self.bound(gradients, 0).s,
             eval_loss: None,
+            eval_data: None,
             eval_perplexity: None,
         }
     }
@@ -549,6 +558,7 @@ impl Training {
         let backend = &mut self.run.backend;
         let loss = self.stepper.evaluate(backend, data, most, &mut begins)?;
         metrics.eval_loss = Some(loss);
+        metrics.eval_data = Some(data.evaluates(most));
         metrics.eval_perplexity = Some(loss.exp());
         Ok(self.evaluations.add(metrics.step, loss))
     }

@@ -295,17 +295,26 @@ fn a_second_trainer_in_a_run_directory_is_refused() {
 }
 
 #[test]
-fn a_changed_learning_rate_or_text_is_reported_and_used() {
+fn changed_settings_and_data_are_reported_and_used() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.stop_after=2"]);
     run.train();
     std::fs::write(harness.path("text"), crate::harness::text(30_000)).unwrap();
-    let said = harness.run("run", &["optimizer.params.lr=0.5"]).train();
-    assert!(said.contains("note: the data was 2000"), "{said}");
-    assert!(
-        said.contains("note: optimizer.params.lr was 0.003 up to step 2 and is 0.5 from now on"),
-        "{said}"
-    );
+    let changed = [
+        "optimizer.params.lr=0.5",
+        "model.attention_dropout=0.1",
+        "train.seq_len=8",
+    ];
+    let said = harness.run("run", &changed).train();
+    for note in [
+        "note: the data was 2000",
+        "note: optimizer.params.lr was 0.003 up to step 2 and is 0.5 from now on",
+        "note: dropout was none up to step 2 and is attention_dropout 0.1 from now on",
+        "note: train.seq_len was 16 up to step 2 and is 8 from now on",
+        "note: the data is divided into other windows: the run goes on at window 4 of them",
+    ] {
+        assert!(said.contains(note), "{note}: {said}");
+    }
 }
 
 #[test]

@@ -86,6 +86,24 @@ const RISING: [&str; 5] = [
 ];
 
 #[test]
+fn losses_of_other_validation_data_do_not_end_a_run() {
+    let harness = Harness::new();
+    let begun = harness.run("run", &RISING).with(&["train.stop_after=10"]);
+    begun.train();
+    let more = [
+        "train.early_stopping_patience=3",
+        "data.validation_fraction=0.2",
+    ];
+    let said = harness.run("run", &RISING).with(&more).train();
+    let note = "note: the validation data changed after the evaluation at step 10";
+    assert!(said.contains(note), "{said}");
+    let ended = said.split("finished (early stopping): at step ").nth(1);
+    let step = ended.and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());
+    // The first evaluation of the new data is the lowest one of it, and three more are not.
+    assert!(step.is_none_or(|step| step >= 14), "{said}");
+}
+
+#[test]
 fn a_run_stops_when_its_validation_loss_stalls_and_exports_its_best_weights() {
     let harness = Harness::new();
     let out = harness.path("best");

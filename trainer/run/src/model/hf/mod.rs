@@ -71,12 +71,25 @@ impl HfModel {
         rope::complete(&mut values, own_len);
         let own = ConfigTable::new(architecture, values.clone(), from_file);
         let mut inline = common_names(architecture, inline)?;
-        check_keys(architecture, &mut inline, |key| {
-            Err(ConfigError::NotOfThisModel {
-                key: key.into(),
-                architecture: architecture.model_type(),
-            })
-        })?;
+        let not_of_this_model = |key: &str| ConfigError::NotOfThisModel {
+            key: key.into(),
+            architecture: architecture.model_type(),
+        };
+        // A file may have keys of other architectures; in a run file, they are meant to have an effect.
+        let mut keys = inline.keys();
+        if let Some(key) = keys.find(|key| keys::of_others(architecture).contains(&key.as_str())) {
+            return Err(not_of_this_model(key));
+        }
+        check_keys(architecture, &mut inline, |key| Err(not_of_this_model(key)))?;
+        if changes_layers(&inline, &values) && !inline.contains_key("layer_types") {
+            values.remove("layer_types");
+        }
+        // What a run file says itself, such as that there are no windows, needs no words.
+        let windows = ["sliding_window", "max_window_layers"];
+        let windows = windows
+            .into_iter()
+            .filter(|_| !inline.contains_key("use_sliding_window"));
+        let window_key = windows.into_iter().find(|key| inline.contains_key(*key));
         for (key, value) in inline {
             let before = values.insert(key.clone(), value.clone());
             if let Some(before) = before.filter(|before| *before != value) {
@@ -86,6 +99,11 @@ impl HfModel {
             }
         }
         let table = ConfigTable::new(architecture, values, from_file);
+        if let Some(key) = window_key
+            && !uses_windows(architecture, &table)?
+        {
+            return Err(ConfigError::WithoutWindows { key });
+        }
         let dropout = dropout(&table)?;
         let config = config(architecture, &table)?;
         dropout.validate()?;
@@ -297,15 +315,37 @@ fn untrained(
     }
 }
 
+/// Whether keys of a run file change which layers there are, or which of them have a window: then `layer_types` of the model's file no longer holds.
+fn changes_layers(inline: &Map<String, Value>, file: &Map<String, Value>) -> bool {
+    let changes = |key| (inline.get(key)).is_some_and(|value| file.get(key) != Some(value));
+    let is_off =
+        |table: &Map<String, Value>| table.get("sliding_window").is_none_or(Value::is_null);
+    let layers = [
+        "num_hidden_layers",
+        "use_sliding_window",
+        "max_window_layers",
+    ];
+    let switches = inline.contains_key("sliding_window") && is_off(inline) != is_off(file);
+    layers.into_iter().any(changes) || switches
+}
+
+/// Whether `sliding_window` has an effect.
+fn uses_windows(architecture: Architecture, table: &ConfigTable) -> Result<bool, ConfigError> {
+    match architecture {
+        Architecture::Gpt2 | Architecture::Llama => Ok(false),
+        Architecture::Mistral => Ok(true),
+        Architecture::Qwen2 | Architecture::Qwen3 => table.flag("use_sliding_window"),
+    }
+}
+
 fn window(
     architecture: Architecture,
     layers: usize,
     table: &ConfigTable,
 ) -> Result<Option<Window>, ConfigError> {
-    let tokens = match architecture {
-        Architecture::Gpt2 | Architecture::Llama => None,
-        Architecture::Qwen2 | Architecture::Qwen3 if !table.flag("use_sliding_window")? => None,
-        _ => table.optional_size("sliding_window")?,
+    let tokens = match uses_windows(architecture, table)? {
+        true => table.optional_size("sliding_window")?,
+        false => None,
     };
     let first_layer = match (architecture, tokens) {
         (Architecture::Qwen2 | Architecture::Qwen3, Some(_)) => {

@@ -478,6 +478,111 @@ fn inline_keys_take_precedence_and_must_belong_to_the_model() {
     assert_eq!(HfModel::read(None, asked).unwrap().dropout.embedding, 0.2);
 }
 
+#[test]
+fn keys_of_a_run_file_change_windows_or_are_refused() {
+    let inline = |value: Value| value.as_object().unwrap().clone();
+    let file = |model_type: &str| {
+        inline(json!({
+            "model_type": model_type, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "use_sliding_window": model_type == "qwen2", "sliding_window": 16,
+            "max_window_layers": 1, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        }))
+    };
+    let without_windows = || {
+        let mut table = file("qwen3");
+        table["layer_types"] = json!(["full_attention", "full_attention", "full_attention"]);
+        table
+    };
+    let mistral = || {
+        let mut table = file("mistral");
+        table["layer_types"] = json!([
+            "sliding_attention",
+            "sliding_attention",
+            "sliding_attention"
+        ]);
+        table
+    };
+    let llama = || {
+        let mut table = without_windows();
+        table["model_type"] = json!("llama");
+        table
+    };
+    // The window's tokens and its first layer, or words of the refusal.
+    type Found = Result<Option<(usize, usize)>, &'static str>;
+    let cases: [(Map<String, Value>, Value, Found); 13] = [
+        (file("qwen2"), json!({}), Ok(Some((16, 1)))),
+        (
+            file("qwen2"),
+            json!({"sliding_window": 8}),
+            Ok(Some((8, 1))),
+        ),
+        (
+            file("qwen2"),
+            json!({"max_window_layers": 0}),
+            Ok(Some((16, 0))),
+        ),
+        (file("qwen2"), json!({"max_window_layers": 3}), Ok(None)),
+        (
+            file("qwen2"),
+            json!({"use_sliding_window": false}),
+            Ok(None),
+        ),
+        (
+            file("qwen2"),
+            json!({"num_hidden_layers": 2}),
+            Ok(Some((16, 1))),
+        ),
+        (
+            without_windows(),
+            json!({"use_sliding_window": true, "sliding_window": 8}),
+            Ok(Some((8, 1))),
+        ),
+        (
+            without_windows(),
+            json!({"sliding_window": 8}),
+            Err("without use_sliding_window"),
+        ),
+        (
+            without_windows(),
+            json!({"max_window_layers": 0}),
+            Err("without use_sliding_window"),
+        ),
+        (mistral(), json!({"sliding_window": null}), Ok(None)),
+        (
+            mistral(),
+            json!({"num_hidden_layers": 2}),
+            Ok(Some((16, 0))),
+        ),
+        (llama(), json!({"num_hidden_layers": 2}), Ok(None)),
+        (
+            llama(),
+            json!({"sliding_window": 8}),
+            Err("not a key of llama models"),
+        ),
+    ];
+    for (file, given, expected) in cases {
+        let found = HfModel::read(Some(file), inline(given.clone()));
+        match (expected, found) {
+            (Ok(window), Ok(model)) => {
+                let found = model.config.sliding_window;
+                assert_eq!(
+                    found.map(|found| (found.tokens, found.first_layer)),
+                    window,
+                    "{given}"
+                );
+            }
+            (Err(words), Err(error)) => assert!(error.to_string().contains(words), "{error}"),
+            (_, found) => panic!("{given}: {found:?}"),
+        }
+    }
+    let gpt2 = HfModel::read(Some(inline(gpt2())), inline(json!({"rope_theta": 5.0})));
+    assert!(
+        gpt2.unwrap_err()
+            .to_string()
+            .contains("not a key of gpt2 models")
+    );
+}
+
 /// Every key that transformers knows is used, refused, or has no effect there either (`tests/fixtures/hf/config_keys.py`).
 #[test]
 fn every_key_that_transformers_knows_has_a_place() {
