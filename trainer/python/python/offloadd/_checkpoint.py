@@ -26,10 +26,9 @@ import torch
 from . import _offloadd
 from ._commits import Commits
 from ._config import Settings
-from ._console import say
+from ._console import bytes_text, say
 from ._each_node import SETTING, Files, copy, described, on_files, separate
 from ._errors import Damaged, Error, NoSpace, NotSupported
-from ._plan import bytes_text
 from ._ranks import Ranks
 from ._state import flush_dir, write_flushed
 from ._weights import write_weights

@@ -17,10 +17,9 @@ from torch import nn
 
 from ._accelerator import get_accelerator
 from ._config import Config, settings_of
-from ._console import say
+from ._console import bytes_text, say
 from ._deepspeed_refused import refused_attribute
 from ._errors import NotSupported
-from ._plan import bytes_text
 
 logger = logging.getLogger("offloadd")
 

@@ -11,9 +11,9 @@ from typing import Any, Optional
 import torch
 
 from . import _offloadd
-from ._console import say
+from ._console import bytes_text, say
 from ._engine import Engine
-from ._plan import Plan, bytes_text
+from ._plan import Plan
 
 # Least seconds between two lines about what was generated.
 _LINE_S = 60.0

@@ -11,12 +11,13 @@ from torch import nn
 
 from . import _offloadd
 from ._config import Settings
+from ._console import bytes_text
 from ._errors import Error, NotSupported
 from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_gradient_bytes
 from ._mlp_chunks import MlpChunks
 from ._packed import is_wrapper
-from ._plan import NO_INPUTS, PlannedInputs, bytes_text
+from ._plan import NO_INPUTS, PlannedInputs
 from ._residency import Levels, margin_bytes
 from ._traced import TracedMemory, trace
 from ._units import Unit

@@ -10,8 +10,8 @@ from torch import nn
 
 from . import _offloadd
 from ._commits import Commits
+from ._console import bytes_text
 from ._errors import Error, NotSupported
-from ._plan import bytes_text
 from ._released import ReadOnlyCopy, Origin, Reader
 from ._rewriting import Rewriting
 from ._supported_optimizers import MOMENTS

@@ -31,7 +31,7 @@ from ._backward_step import BackwardStep, Scalars
 from ._beside import Beside
 from ._commits import Commits
 from ._config import Settings
-from ._console import say
+from ._console import bytes_text, say
 from ._errors import Error, LayoutChanged, NotSupported
 from ._layout import Layout
 from ._memory import gpu_of
@@ -52,7 +52,7 @@ from ._param_units import (
     named_params,
     param_units,
 )
-from ._plan import Plan, bytes_text
+from ._plan import Plan
 from ._ranks import Ranks
 from ._reports import Reports
 from ._run_dir import LAYOUT, check_name, claim, disclaim

@@ -13,6 +13,7 @@ import torch
 
 from . import _offloadd
 from ._config import Settings
+from ._console import bytes_text
 from ._errors import Error, NoSpace, NotSupported
 from ._memory import GpuDevice
 from ._nodes import Topology
@@ -322,12 +323,3 @@ def program_of(settings: Settings) -> Optional[str]:
         return str(settings.program)
     beside = BIN / "offloadd"
     return str(beside) if beside.exists() else shutil.which("offloadd")
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for people, with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

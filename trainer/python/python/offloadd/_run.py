@@ -27,7 +27,7 @@ from . import _opening
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._commits import Commits
 from ._config import Config, Settings, settings_of
-from ._console import say
+from ._console import bytes_text, say
 from ._engine import Engine
 from ._errors import Error, LayoutChanged
 from ._experts import Experts
@@ -40,7 +40,7 @@ from ._memory import GpuDevice, gpu_of
 from ._mlp_chunks import MlpChunks
 from ._model_methods import ModelMethods
 from ._moments import Moments
-from ._plan import Plan, bytes_text
+from ._plan import Plan
 from ._prepared_optimizer import OfRun, take_over
 from ._ranks import Ranks
 from ._reports import Reports

@@ -14,10 +14,10 @@ from typing import IO, Any, Iterator
 
 from . import _offloadd
 from ._config import Settings
-from ._console import say
+from ._console import bytes_text, say
 from ._errors import Error, LayoutChanged
 from ._nodes import Topology
-from ._plan import Plan, bytes_text, part_of, program_of
+from ._plan import Plan, part_of, program_of
 
 # Names and shapes of the run's parameters, written with the first commit.
 LAYOUT = "layout.json"

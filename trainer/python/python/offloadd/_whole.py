@@ -6,12 +6,12 @@ import contextlib
 from typing import Iterator, Optional, Sequence
 
 from . import _offloadd
-from ._console import say
+from ._console import bytes_text, say
 from ._engine import Engine
 from ._errors import Error
 from ._generation import measured_bound
 from ._memory import GpuDevice
-from ._plan import Plan, bytes_text
+from ._plan import Plan
 from ._read_only import only_read
 from ._units import Unit
 
