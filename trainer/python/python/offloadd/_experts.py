@@ -325,6 +325,11 @@ class Experts:
         for cut in self.cuts:
             cut.units = [unit for unit in units if modules[unit.index] in cut.groups]
 
+    @property
+    def wholes(self) -> list[nn.Parameter]:
+        """The parameters that are cut."""
+        return [whole for cut in self.cuts for whole in cut.wholes.values()]
+
     def free_wholes(self) -> None:
         """Frees the memory of whole parameters whose parts have memory of their own."""
         for cut in self.cuts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._forwards import Forwards
 from ._gathering import Gathering
+from ._held import HeldMemory
 from ._packed import is_wrapper
 from ._released import AS_TENSORS, ReleasedParam, on_copies
 from ._units import Unit
@@ -27,6 +28,8 @@ class Reading:
         self.steps = 0
         # Copies whose addresses a script has asked for since, by parameter.
         self.addressed: dict[int, torch.Tensor] = {}
+        # What a script holds of the parameters' memory of before.
+        self.held: Optional[HeldMemory] = None
         gathering.released = type("Released", (ReleasedParam,), {"reader_ref": weakref.ref(self)})
         self.read = torch.compiler.disable(self.read)
 
@@ -34,6 +37,8 @@ class Reading:
         """Weights were replaced: copies of them are old."""
         self.steps += 1
         self.addressed.clear()
+        if self.held is not None:
+            self.held.replaced()
 
     def name(self, param: torch.Tensor) -> str:
         return self._gathering.name(param)

@@ -10,9 +10,11 @@ refused; the copy's version counter tells, whatever the operation is called.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import operator
+import pickle
 import sys
 import weakref
 from typing import Any, Callable, ContextManager, NamedTuple, Optional, Protocol
@@ -73,11 +75,16 @@ _REQUIRES_GRAD = (_Tensor.requires_grad.__set__, _Tensor.requires_grad_)
 _SHOW = (_Tensor.__format__, _Tensor.__repr__)
 
 
-class Reader(Protocol):
-    """What released parameters of one model ask of it: `Reading` in _reading.py."""
+class HasSteps(Protocol):
+    """What tells copies of weights that they are old."""
 
     # Times that weights were replaced, by a step or otherwise.
     steps: int
+
+
+class Reader(HasSteps, Protocol):
+    """What released parameters of one model ask of it: `Reading` in _reading.py."""
+
     # Copies whose addresses a script has asked for since, by parameter.
     addressed: dict[int, _Tensor]
 
@@ -207,17 +214,26 @@ class ReadOnlyCopy(_Tensor):
         if func in BACKWARD:
             return _backward(func, args, kwargs or {})
         if func in _ADDRESSES:
+            args[0].origin.check(func)
             return _address_of(func, args[0])
         with AS_TENSORS():
+            if func in ITSELF:
+                return func(*args, **(kwargs or {}))
             if func in _SHOW:
                 args = (args[0].as_subclass(_Tensor), *args[1:])
             return _on_copies([], func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
+        self.origin.check(copy.deepcopy)
         return self.as_subclass(_Tensor).clone()
 
     def __reduce_ex__(self, protocol):
+        self.origin.check(pickle.dumps)
         return self.as_subclass(_Tensor).__reduce_ex__(protocol)
+
+
+class ReadOnlyParam(ReadOnlyCopy, nn.Parameter):
+    """The same for a parameter of another module."""
 
 
 def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -248,9 +264,18 @@ class Origin(NamedTuple):
     # Names it, and says how to change it.
     what: Callable[[], str]
     # Steps, of which a later one makes the copy stale.
-    reader: Reader
+    reader: HasSteps
     steps: int
+    # None unless copies of it are kept.
     param: Optional[nn.Parameter] = None
+
+    def check(self, func: Callable[..., Any]) -> None:
+        """Refuses to read a copy that is stale."""
+        if self.steps != self.reader.steps:
+            raise NotSupported(
+                f"{getattr(func, '__name__', func)} on values of {self.what().partition(',')[0]} that were read before the last optimizer.step(), and plain "
+                "PyTorch would use the new ones: read them again, or keep a clone() of them"
+            )
 
 
 def written(func: Callable[..., Any], what: str) -> NotSupported:
@@ -339,11 +364,7 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     """Calls `func`, which takes `copies` and other copies, and refuses what it writes to them."""
     copies = copies + [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, ReadOnlyCopy)]
     for one in copies:
-        if one.origin.steps != one.origin.reader.steps:
-            raise NotSupported(
-                f"{getattr(func, '__name__', func)} on values of {one.origin.what().partition(',')[0]} that were read before the last optimizer.step(), and plain "
-                "PyTorch would use the new ones: read them again, or keep a clone() of them"
-            )
+        one.origin.check(func)
     if copies and getattr(func, "__name__", "").startswith("_fused_"):
         # Updates of an optimizer, which no version counter tells.
         raise written(func, copies[0].origin.what())

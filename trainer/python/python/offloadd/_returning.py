@@ -54,3 +54,6 @@ def _return_parameters(engine: Engine) -> None:
                 one.data = one.data.to("cpu")
             gathering.wrap_again(unit)
     engine.detach()
+    for unit in gathering.units:
+        # The parameters alone have it from now on, whoever keeps the run.
+        unit.flat, unit.access = unit.flat.new_empty(0), None

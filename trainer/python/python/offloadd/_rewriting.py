@@ -11,6 +11,7 @@ from ._commits import Commits
 from ._engine import count_changes
 from ._errors import Error, NotSupported
 from ._packed import same_numbers
+from ._released import ReadOnlyCopy
 from ._units import Unit
 from ._weights import sources_of
 
@@ -93,6 +94,10 @@ class Rewriting:
         self._commits.seal()
         self._gathering.state_copies.loaded(sources)
         self._check_frozen(sources)
+        for source in sources.values():
+            if isinstance(source, ReadOnlyCopy):
+                # Once tiles are being written, it is too late.
+                source.origin.check(torch.nn.Module.load_state_dict)
         units = [unit for unit in self._gathering.units if unit.trained and any(id(param) in sources for param in unit.params)]
         if not units:
             return

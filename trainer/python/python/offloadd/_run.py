@@ -34,6 +34,7 @@ from ._experts import Experts
 from ._fp8 import Fp8Layers
 from ._generation import Meter
 from ._gpu_plan import warning_at_start
+from ._held import HeldMemory
 from ._layout import Layout
 from ._loss_chunks import LossChunks
 from ._memory import GpuDevice, gpu_of
@@ -108,6 +109,7 @@ def prepare(
         if plan_only:
             check_optimizer(optimizer)
             return Plan(settings, directory, found, ranks.topology)
+        held = HeldMemory(model, found, experts.wholes)
         if weights is not None and not on_meta:
             raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
         sequences = attach(model, settings.sequence_parallel_size) if settings.sequence_parallel_size > 1 else None
@@ -118,6 +120,7 @@ def prepare(
         run = _opened(model, optimizer, settings, directory, wanted, found, modules, experts, list(track), weights, ranks, resume)
         run.take_sequences(sequences)
         run.take_chunks(chunks)
+        run.take_held(held)
     finally:
         if getattr(model, "_offloadd_run", None) is None:
             experts.undo(optimizer)
@@ -299,6 +302,11 @@ class Run:
         """Lets MLPs and losses be computed whole again when the run ends."""
         self._chunks = chunks
 
+    def take_held(self, held: HeldMemory) -> None:
+        """Lets what the script holds of the memory that parameters had before say what became of them."""
+        held.begin(resumed=self.trains and self.steps_done > 0)
+        self.engine.reading.held = held
+
     # Training
 
     @property
@@ -420,6 +428,8 @@ class Run:
         if failed is None:
             for copies in (self.engine.gathering.state_copies, self.optimizer._state_copies):
                 copies.warn_of_writes()
+        if self.engine.reading.held is not None:
+            self.engine.reading.held.end()
         self.model._offloadd_run = None
         unprotect(self._protected)
         self._methods.end()

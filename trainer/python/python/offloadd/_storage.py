@@ -46,6 +46,12 @@ def can_forbid() -> bool:
     return _flag_offsets() is not None
 
 
+def forbid_for_good(storage: torch.UntypedStorage, message: str) -> None:
+    """Lets each access to the data of a storage raise a RuntimeError with a message, where torch can be told so."""
+    if can_forbid():
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
+
+
 def _message(of_what: str) -> str:
     return (
         f"memory of {of_what} is used after it was released, and the values are in tiles: read the model's parameters, which brings them; keep a "

@@ -1,14 +1,21 @@
 """What training scripts do around a loop: gradients and states written below or beside PyTorch's operations, layers and groups that change midway."""
 
+import copy
+import io
+
+import numpy
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from table import CLASSES, WIDTH, Block, Theme, adamw, net
+import offloadd
+from table import CLASSES, INPUTS, WIDTH, Block, Theme, adamw, net
 
 shared = Theme("memory that plain PyTorch shares")
 
+BEFORE = "before offloadd.prepare"
 STATE = "give the changed state to"
 
 
@@ -103,14 +110,18 @@ shared.refused(
 )
 
 shared.refused(
-    "two parameters that are one memory", "has memory with", lambda s: _begin_with(s, lambda model, of_other: setattr(of_other, "data", model.last.weight.data))
+    "two parameters that are one memory",
+    "has memory with",
+    lambda s: _begin_shared(s, lambda model, of_other: setattr(of_other, "data", model.last.weight.data)),
 )
 shared.refused(
-    "a buffer that is a parameter's memory", "has memory with", lambda s: _begin_with(s, lambda model, _: model.register_buffer("own", model.last.weight.data))
+    "a buffer that is a parameter's memory",
+    "has memory with",
+    lambda s: _begin_shared(s, lambda model, _: model.register_buffer("own", model.last.weight.data)),
 )
 
 
-def _begin_with(s, share):
+def _begin_shared(s, share):
     model = net()
     model.other = nn.Linear(*reversed(model.last.weight.shape))
     share(model, model.other.weight)
@@ -250,3 +261,231 @@ def _(s):
     assert s.model.last.out_features == CLASSES
     s.loss_of = loss
     s.step(0, 1)
+
+
+# What a script takes before `prepare` goes on to be the parameters' memory in plain PyTorch.
+held = Theme("memory held from before `prepare`")
+
+AGAIN = "read them again"
+DROP = "drop it before offloadd.prepare"
+
+# How a script takes memory of weights, and what it does with it later.
+TAKEN = {
+    "`p.data`": (lambda m: _up(m).data, lambda old: old.sum()),
+    "`p.detach()`": (lambda m: _up(m).detach(), lambda old: old + 0),
+    "a view that autograd knows": (lambda m: _up(m).view(-1), lambda old: old.sum()),
+    "a row": (lambda m: _up(m).data[1], lambda old: old.tolist()),
+    "a transposed view": (lambda m: _up(m).data.T, lambda old: old.mean()),
+    "a parameter made of `p.data`": (lambda m: nn.Parameter(_up(m).data), lambda old: old.sum()),
+    "a `state_dict()`": (lambda m: m.state_dict(), lambda old: old["blocks.1.up.weight"].norm()),
+    "that of a weight in no block": (lambda m: m.state_dict(), lambda old: old["last.weight"].norm()),
+    "`copy.deepcopy` of it": (lambda m: m.state_dict(), copy.deepcopy),
+    "`torch.save` of it": (lambda m: m.state_dict(), lambda old: torch.save(old, io.BytesIO())),
+    "`safetensors` of it": (lambda m: m.state_dict(), lambda old: len(safetensors.torch.save(old))),
+    "`numpy` of it": (lambda m: _up(m).data, lambda old: old.numpy().sum().item()),
+    "its address": (lambda m: _up(m).data, lambda old: old.data_ptr() > 0),
+    "`torch.stack` of rows": (lambda m: list(_up(m).detach()), torch.stack),
+    "a `TensorDataset`": (lambda m: torch.utils.data.TensorDataset(_up(m).data), lambda old: old[0][0].sum()),
+    "another model with the same memory": (lambda m: _with_memory_of(net(1), m), lambda other: other(torch.ones(1, INPUTS))),
+}
+
+
+def _up(model):
+    return model.blocks[1].up.weight
+
+
+def _with_memory_of(other, model):
+    other.load_state_dict(model.state_dict(), assign=True)
+    return other.eval()
+
+
+def _flat(model):
+    """A buffer of which a model's parameters become views."""
+    params = list(model.parameters())
+    flat, at = torch.cat([param.detach().reshape(-1) for param in params]), 0
+    for param in params:
+        param.data, at = flat[at : at + param.numel()].view_as(param), at + param.numel()
+    return flat
+
+
+def _frozen(model):
+    """A model with a block that is not trained."""
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def _begin_with(s, take, model=None):
+    """Prepares a model of which something was taken. Returns that."""
+    model = net() if model is None else model
+    taken = take(model)
+    s.begin(model)
+    return taken
+
+
+def _held(take, use, frozen=False):
+    """A script that uses what it has taken before `prepare` after a step."""
+
+    def script(s):
+        taken = _begin_with(s, take, _frozen(net()) if frozen else net())
+        s.step(0)
+        s.note(use(taken))
+        s.step(1)
+
+    return script
+
+
+@held.equal("what is taken, read before the first step")
+def _(s):
+    taken = _begin_with(s, lambda model: {name: take(model) for name, (take, _) in TAKEN.items()})
+    for name, (_, use) in TAKEN.items():
+        s.note([name, use(taken[name])])
+    s.step(0)
+
+
+@held.refused(f"{', '.join(TAKEN)}: read after a step", AGAIN, devices=("cpu", "nvme", "none"))
+def _(s):
+    taken = _begin_with(s, lambda model: {name: take(model) for name, (take, _) in TAKEN.items()})
+    s.step(0)
+    for name, (_, use) in TAKEN.items() if s.run is not None else ():
+        try:
+            use(taken[name])
+        except offloadd.NotSupported as one:
+            error = one
+        else:
+            raise AssertionError(f"{name} can be read")
+    s.run and _raise(error)
+
+
+def _raise(error):
+    raise error
+
+
+@torch.no_grad()
+def _half(old):
+    old.mul_(0.5)
+
+
+held.refused("`p.data`, written", BEFORE, lambda s: _half(_begin_with(s, lambda m: _up(m).data)))
+held.refused("a `state_dict()`, written", BEFORE, lambda s: _half(_begin_with(s, lambda m: m.state_dict())["last.bias"]), devices=("cpu", "none"))
+held.refused("a buffer of which parameters are views, written", BEFORE, lambda s: _half(_begin_with(s, _flat)))
+held.refused("a part of it", BEFORE, lambda s: _half(_begin_with(s, lambda m: _flat(m)[3:5])))
+held.refused("`p.data`, written after a step", AGAIN, _held(lambda m: _up(m).data, _half))
+held.equal("`p.data` of a frozen block, read after a step", _held(lambda m: _up(m).data, lambda old: old.sum(), frozen=True))
+held.refused("`p.data` of a frozen block, written", BEFORE, _held(lambda m: _up(m).data, _half, frozen=True))
+
+held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m).detach().numpy()), devices=("cpu", "none"))
+held.refused("a view of an array of numpy, in a list", DROP, lambda s: _begin_with(s, lambda m: [_up(m).detach().numpy()[1:, ::-1]]))
+held.refused("an array of numpy of which a parameter was made", DROP, lambda s: _begin_with(s, lambda m: _of_array(m)))
+held.equal("an array of numpy of which a parameter was made, dropped", lambda s: [_begin_with(s, lambda m: _of_array(m).shape), s.step(0)][1])
+held.equal("an array of a frozen block, read", _held(lambda m: _up(m).detach().numpy(), lambda old: old.sum().item(), frozen=True))
+held.refused(
+    "an array of a frozen block, written", "read-only", _held(lambda m: _up(m).detach().numpy(), lambda old: old.fill(0), frozen=True), error=ValueError
+)
+
+
+def _of_array(model):
+    array = numpy.full(_up(model).shape, 0.1, dtype=numpy.float32)
+    _up(model).data = torch.from_numpy(array)
+    return array
+
+
+held.refused("`model.share_memory()` before `prepare`", "give it memory of its own", lambda s: s.begin(net().share_memory()))
+held.equal("a frozen block in shared memory", lambda s: [s.begin(_frozen(_shared_block(net()))), s.step(0, 1)][1])
+
+
+def _shared_block(model):
+    model.blocks[1].share_memory()
+    return model
+
+
+# What no class of ours is around.
+OLD_MEMORY = "is used after weights were replaced"
+held.refused("a storage", OLD_MEMORY, _held(lambda m: _up(m).untyped_storage(), lambda old: torch.empty(0).set_(old).sum()), error=RuntimeError)
+held.refused(
+    "`p.data` below PyTorch's dispatch",
+    OLD_MEMORY,
+    _held(lambda m: _up(m).data, lambda old: torch.Tensor._make_subclass(torch.Tensor, old).sum()),
+    error=RuntimeError,
+)
+
+
+@held.equal("a graph of before, its backward after a step: an error")
+def _(s):
+    model = net()
+    loss = model(s.x()).sum()
+    s.begin(model)
+    s.step(0)
+    try:
+        loss.backward()
+    except RuntimeError:
+        s.optimizer.zero_grad()
+        return "refused"
+
+
+@held.refused("`p.data` after `close`", AGAIN)
+def _(s):
+    old = _begin_with(s, lambda m: _up(m).data)
+    if s.run is not None:
+        s.run.close()
+    old.sum()
+
+
+class _Aliased(Block):
+    def __init__(self):
+        super().__init__()
+        self.again = [self.up.weight.data]
+
+    def forward(self, x):
+        return super().forward(x) + 0 * F.linear(self.norm(x), self.again[0]).sum()
+
+
+@held.refused("a list of a module's that forward reads", AGAIN)
+def _(s):
+    s.continues = False
+    s.begin(net(block=_Aliased))
+    s.step(0, 1)
+
+
+# What is no memory of a parameter's.
+@held.equal("copies, parameters, shapes and other numbers of before")
+def _(s):
+    model = net()
+    beside = torch.ones(_up(model).numel() + 8)
+    _up(model).data = beside[8:].view_as(_up(model)).copy_(_up(model).data)
+    beside = beside[:8]
+    copied, averaged, state = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model), model.state_dict()
+    vector, params, clones = (
+        nn.utils.parameters_to_vector(model.parameters()).detach(),
+        dict(model.named_parameters()),
+        [p.detach().clone() for p in model.parameters()],
+    )
+    array = _up(model).detach().numpy().copy()
+    s.begin(model)
+    s.step(0)
+    s.note([copied.state_dict(), averaged.state_dict(), vector, params, clones, array.sum().item(), beside.mul_(2)])
+    s.note([[list(one.shape), str(one.dtype), one.numel(), one.device.type, one.is_contiguous()] for one in state.values()])
+    averaged.update_parameters(model)
+    s.note(averaged.state_dict())
+
+
+def _assigned(s):
+    model, state = net(), {name: one.clone() for name, one in net(3).state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    s.begin(model)
+    return state
+
+
+@held.equal("`load_state_dict(assign=True)` of a state that is kept, loaded by another model, and dropped")
+def _(s):
+    state, other = _assigned(s), net(1)
+    other.load_state_dict(state)
+    s.note(other.state_dict())
+    s.step(0, 1)
+    state.clear()
+
+
+@held.refused("`load_state_dict` of a `state_dict()` of before", AGAIN)
+def _(s):
+    state = _begin_with(s, lambda m: m.state_dict())
+    s.step(0)
+    s.model.load_state_dict(state)
