@@ -326,11 +326,6 @@ def set_back(optimizer, model):
     optimizer.param_groups[0]["lr"] /= 2
 
 
-def backward_anew(optimizer, model):
-    optimizer.zero_grad()
-    AGAIN(optimizer, model)
-
-
 @torch.no_grad()
 def write(optimizer, model):
     model.head.weight.mul_(2)
@@ -375,13 +370,6 @@ def not_finite(optimizer, model):
     optimizer.step()
 
 
-def clipped_before(optimizer, model):
-    model(batches(1)[0]).square().backward()
-    clip_grad_norm_(optimizer, 0.1)
-    with optimizer.update_in_backward():
-        pass
-
-
 AGAIN = lambda optimizer, model: model(batches(1)[0]).square().backward()
 
 # What is done, what is said of it, and whether the step can be made all the same, or what has to be done before.
@@ -391,7 +379,6 @@ REFUSED = {
     "a block twice, each in a backward of its own": (tied, "gets a second gradient after", False),
     "clipping": (after(lambda optimizer, model: clip_grad_norm_(optimizer, 0.1)), "clip_grad_norm_ before the step", True),
     "torch's clipping": (after(lambda optimizer, model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)), "was changed or dropped after", False),
-    "clipping before": (clipped_before, "after offloadd.optim.clip_grad_norm_ in the same step", backward_anew),
     "another gradient": (after(lambda optimizer, model: setattr(model.head.bias, "grad", torch.ones(1))), "head.bias was changed or dropped", False),
     "no gradient": (after(lambda optimizer, model: setattr(model.head.bias, "grad", None)), "head.bias was changed or dropped", False),
     "a gradient of numpy": (after(by_numpy), "head.weight was changed or dropped", False),

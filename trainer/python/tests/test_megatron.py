@@ -68,10 +68,11 @@ def train(rank, ranks, dtype, dir=None, steps=STEPS, overlap=False, kind="AdamW"
         assert all(param.grad is None and param.main_grad.dtype == torch.float32 for param in module.parameters())
         norm = clip_grad_norm_(named.values(), 0.5)
         optimizer.step()
-        assert all(torch.equal(param.main_grad, came[name]) for name, param in named.items()), "gradients stay as they are"
         for name, master in masters.items():
             master.grad = came[name]
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(masters.values(), 0.5), rtol=1e-5, atol=0)
+        for name, param in named.items():
+            torch.testing.assert_close(param.main_grad, masters[name].grad, rtol=1e-5, atol=1e-7)
         plain.step()
     state = optimizer.state_dict()["state"]
     found = {name: param.detach().clone() for name, param in named.items()}

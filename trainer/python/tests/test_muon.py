@@ -284,7 +284,7 @@ def test_a_direction_is_made_where_the_momentum_is():
     other = SimpleNamespace(params=unit.params, views=unit.views, momentum=SimpleNamespace(flat=there(), views=unit.momentum.views))
     to = SimpleNamespace(_flat_grad=beside._flat_grad, memory=SimpleNamespace(gradient_buffer=there, hand_over=made_there.append))
     grads = {id(piece.param): piece.param.grad for piece in unit.params}
-    type(beside)._give_direction(to, other, grads, {}, optimizer._run._group_of())
+    type(beside)._give_direction(to, other, grads, optimizer._run._group_of())
     assert made_there == [other]
     optimizer.close()
 

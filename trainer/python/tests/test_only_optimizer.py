@@ -155,19 +155,16 @@ def test_clipping_reads_gradients_once(monkeypatch):
     monkeypatch.setattr(type(optimizer._run.beside), "hand_over", lambda self, grads, **more: counted.append(len(grads)) or plain(self, grads, **more))
     optimizer.zero_grad()
     loss()
-    norm = clip_grad_norm_(optimizer, 0.1)
     exact = sum(float(param.grad.double().square().sum()) for param in model.parameters()) ** 0.5
+    norm = clip_grad_norm_(optimizer, 0.1)
     assert abs(float(norm) - exact) <= 1e-6 * exact
     optimizer.step()
     assert len(counted) == 1
     loss()
     clip_grad_norm_(model.parameters(), 0.1)
     loss()
-    with pytest.raises(offloadd.NotSupported, match="was changed after offloadd.optim.clip_grad_norm_"):
-        optimizer.step()
-    optimizer.zero_grad()
-    loss()
     optimizer.step()
+    assert len(counted) == 3, "more gradients came after they were clipped"
     optimizer.close()
     with pytest.raises(offloadd.NotSupported, match=r"shape \(8,\) is in no optimizer of offloadd.optim"):
         other = nn.Parameter(torch.ones(8))
@@ -215,12 +212,6 @@ def test_a_gradient_that_is_dropped_after_clipping_leaves_the_others_clipped(ove
         found.append(values(model))
     for one, other in zip(*found):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
-    model(batches(1)[0]).square().backward()
-    clip_grad_norm_(model.parameters(), 1e-3)
-    weight = model.blocks[0].linear.weight
-    weight.grad = weight.grad * 2
-    with pytest.raises(offloadd.NotSupported, match="was changed after offloadd.optim.clip_grad_norm_"):
-        optimizer.step()
 
 
 def test_options_that_an_optimizer_alone_cannot_use_are_refused():

@@ -77,9 +77,6 @@ class Beside:
         # Whether some directions may lie in tiles that no step has used.
         self._torn = False
         self._hooks: list[Any] = []
-        # Tell whether a backward has come since gradients were handed over.
-        self._backward_hooks: list[Any] = []
-        self._backward_since = False
         self._written: dict[int, Mark] = {}
         self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
         for unit in units:
@@ -109,21 +106,6 @@ class Beside:
     def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether these gradients, unchanged, were handed over already."""
         return bool(self.seen) and not self._torn and self.seen.keys() == grads.keys() and not _changed(self.seen, grads)
-
-    def changed_since(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
-        """The name of a parameter whose gradient was changed since it was handed over."""
-        came = [key for key in grads if key in self.seen]
-        others = _changed(self.seen, {key: grads[key] for key in came})
-        # Where a backward has made all of them, a step was skipped, and new tensors are the gradients of the next one.
-        if len(others) == len(came) and self._backward_since:
-            others = [key for key in others if self.seen[key].tensor() is grads[key]]
-        return self.name_of.get(next(iter(others), 0))
-
-    def still(self, keys: Iterable[int], grads: dict[int, torch.Tensor]) -> list[int]:
-        """The parameters among `keys` whose gradient is the one that was handed over."""
-        those = {key: grads[key] for key in keys if key in grads and key in self.seen}
-        changed = set(_changed(self.seen, those))
-        return [key for key in those if key not in changed]
 
     def changed_since_backward(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was taken in backward and is another one in `grads`."""
@@ -160,8 +142,20 @@ class Beside:
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
         self.seen = marks if remember else {}
-        if remember and not self._backward_hooks:
-            self._backward_hooks = self._call_at_gradients(self._note_backward)
+
+    @contextlib.contextmanager
+    def scaling(self, grads: Mapping[int, torch.Tensor], factor: float, times: Mapping[int, int]) -> Iterator[None]:
+        """Multiplies gradients that were handed over, by their parameters' ids, by a factor so many `times`, by the gradients' ids. Their tiles stay as
+        they are: within it the caller notes that they are to be multiplied too."""
+        # Until all is done: what an interrupt leaves is handed over anew.
+        seen, self.seen = self.seen, {}
+        distinct = {id(grad): grad for grad in grads.values()}
+        with torch.no_grad():
+            for number in range(max(times.values(), default=0)):
+                torch._foreach_mul_([local_of(grad) for key, grad in distinct.items() if times[key] > number], factor)
+        seen.update((key, Mark.of_gradient(grad)) for key, grad in grads.items() if key in seen)
+        yield
+        self.seen = seen
 
     def _check_copies(self, marks: Mapping[int, Mark]) -> None:
         """Refuses gradients that differ between ranks where a parameter is whole on each of them: each rank takes a part of its own gradient."""
@@ -221,22 +215,15 @@ class Beside:
 
     def take_early(self) -> None:
         """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
-        self._hooks = self._call_at_gradients(self._gradient_arrived)
-
-    def _call_at_gradients(self, method: Callable[[torch.Tensor], None]) -> list[Any]:
-        """Calls a method of this object with each parameter that backward has given a gradient. Returns the hooks."""
         # The parameters outlive the optimizer.
-        weak = weakref.WeakMethod(method)
+        weak = weakref.WeakMethod(self._gradient_arrived)
 
         def arrived(param: torch.Tensor) -> None:
             call = weak()
             if call is not None:
                 call(param)
 
-        return [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
-
-    def _note_backward(self, _: torch.Tensor) -> None:
-        self._backward_since = True
+        self._hooks = [param.register_post_accumulate_grad_hook(arrived) for _, param in self.named]
 
     @contextlib.contextmanager
     def beginning(self, begin: Callable[[ParamUnit], None]) -> Iterator[None]:
@@ -321,11 +308,11 @@ class Beside:
     def forget(self) -> None:
         """Forgets what was handed over."""
         self.seen, self.square_sums = {}, {}
-        self._came, self._early, self._came_again, self._torn, self._backward_since = {}, set(), False, False, False
+        self._came, self._early, self._came_again, self._torn = {}, set(), False, False
 
     # Muon
 
-    def give_directions(self, grads: dict[int, torch.Tensor], scales: Mapping[int, float], group_of: Mapping[int, Mapping[str, Any]]) -> None:
+    def give_directions(self, grads: dict[int, torch.Tensor], group_of: Mapping[int, Mapping[str, Any]]) -> None:
         """Gives the tiles of matrices the direction of their step in place of a gradient. Their gradients are in the tiles of momenta."""
         units = [unit for unit in self.units if unit.momentum is not None and any(id(piece.param) in grads for piece in unit.params)]
         if not units:
@@ -346,7 +333,7 @@ class Beside:
                 self.memory.ready(unit.momentum)
                 if not unit.sharded:
                     self.ranks.transfers.gather(unit.momentum, lambda: "before a step")
-                self._give_direction(unit, grads, scales, group_of)
+                self._give_direction(unit, grads, group_of)
                 self._let_go(unit.momentum)
         finally:
             for unit in units:
@@ -359,7 +346,7 @@ class Beside:
         self.memory.release(momentum)
         momentum.expected = False
 
-    def _give_direction(self, unit: ParamUnit, grads: dict[int, torch.Tensor], scales: Mapping[int, float], group_of: Mapping[int, Mapping[str, Any]]) -> None:
+    def _give_direction(self, unit: ParamUnit, grads: dict[int, torch.Tensor], group_of: Mapping[int, Mapping[str, Any]]) -> None:
         buffer = self.memory.gradient_buffer(unit)
         for piece, momentum, view in zip(unit.params, unit.momentum.views(unit.momentum.flat), unit.views(buffer)):
             param = piece.param
@@ -368,7 +355,7 @@ class Beside:
             local, group = local_of(param), group_of[id(param)]
             in_rows = lambda flat: flat.as_strided(local.size(), local.stride())
             # Of parameters on the processor too, a GPU that is set as compute_device has the momentum, and makes the direction.
-            grad = in_rows(self._flat_grad(piece, grads[id(param)], torch.float32).to(momentum.device)).float() * scales.get(id(param), 1.0)
+            grad = in_rows(self._flat_grad(piece, grads[id(param)], torch.float32).to(momentum.device)).float()
             matrix = _muon.mixed(grad, in_rows(momentum), group)
             if is_divided(param):
                 matrix = self.ranks.transfers.run_collective(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
@@ -426,8 +413,6 @@ class Beside:
     def detach(self) -> None:
         """Lets the parameters and their gradients be."""
         self._end_hooks()
-        for hook in self._backward_hooks:
-            hook.remove()
 
 
 def _with_gradients(unit: ParamUnit) -> ParamUnit:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import collections
 import contextlib
 import dataclasses
 import json
@@ -160,7 +161,7 @@ class OptimizerRun:
         self.closed, self._process, self._temporary = True, os.getpid(), temporary
         self._muon = {id(piece.param) for unit in units if unit.muon for piece in unit.params}
         self._form_of = {id(param): form_of(param) for _, param in named}
-        # Factor of the gradient of each parameter in this step.
+        # Factor of what tiles have as the gradient of each parameter: what clipping has made of it since.
         self._scales: dict[int, float] = {}
         # The step whose updates have begun in backward.
         self._begun: Optional[BackwardStep] = None
@@ -230,29 +231,25 @@ class OptimizerRun:
     # A step
 
     def square_sum(self, params: Sequence[nn.Parameter]) -> float:
-        """The sum of squares of the gradients of `params` in this step, which `scale` may have scaled. They are in their tiles then."""
+        """The sum of squares of the gradients of `params` in this step, which are in their tiles then."""
         self._check_open()
         self.check_none_begun("offloadd.optim.clip_grad_norm_")
         self._check_others()
         beside, grads = self.beside, self._came()
         if not beside.is_handed_over(grads):
-            self._check_unchanged(grads)
+            self._scales.clear()
             beside.hand_over(grads)
         return sum(beside.square_sums.get(id(param), 0.0) * self._scales.get(id(param), 1.0) ** 2 for param in params)
 
     def scale(self, params: Sequence[nn.Parameter], factor: float) -> None:
-        """Lets the next step scale the gradients of `params`."""
-        for param in params:
-            self._scales[id(param)] = self._scales.get(id(param), 1.0) * factor
-
-    def _check_unchanged(self, grads: dict[int, torch.Tensor]) -> None:
-        changed = self.beside.changed_since(grads) if self._scales else None
-        if changed is not None:
-            raise NotSupported(
-                f"the gradient of {changed} was changed after offloadd.optim.clip_grad_norm_, which has taken it to its tile already: clip after the last "
-                "change and the last backward of a step, and drop gradients with optimizer.zero_grad()"
-            )
-        self._scales = {key: self._scales[key] for key in self.beside.still(self._scales, grads)}
+        """Scales the gradients of `params`, once for each time that one is there. Tiles keep them as they are, and the step multiplies them."""
+        if factor == 1.0:
+            return
+        grads = {id(param): grad_of(param, "a parameter") for param in params}
+        times = collections.Counter(id(grads[id(param)]) for param in params)
+        with self.beside.scaling(grads, factor, times):
+            for key, grad in grads.items():
+                self._scales[key] = self._scales.get(key, 1.0) * factor ** times[id(grad)]
 
     def forget_gradients(self) -> None:
         """Forgets gradients that were handed over and not used."""
@@ -270,7 +267,6 @@ class OptimizerRun:
         if self.settings.rule == "Muon":
             raise NotSupported("update_in_backward() with Muon, whose directions need whole matrices after their momentum: use overlap_backward=True")
         check_early(beside.units, self.ranks.count, "update_in_backward()")
-        self._check_unclipped("update_in_backward()", "a step that is clipped cannot begin in backward")
         self._check_others()
         grouped = self._group_of()
         if gone := next((name for name, param in beside.named if id(param) not in grouped), None):
@@ -293,13 +289,6 @@ class OptimizerRun:
         grouped = self._group_of()
         return {key: grad for key, grad in self.beside.came().items() if key in grouped}
 
-    def _check_unclipped(self, what: str, why: str) -> None:
-        """Refuses what cannot come between clipping and its step."""
-        # A clipped step whose gradients were dropped is none.
-        self._scales = {key: self._scales[key] for key in self.beside.still(self._scales, self._came())}
-        if self._scales:
-            raise NotSupported(f"{what} after offloadd.optim.clip_grad_norm_ in the same step: {why}")
-
     def check_none_begun(self, what: str) -> None:
         """Refuses what would change, drop or see a part of a step."""
         if self._begun is not None:
@@ -321,14 +310,13 @@ class OptimizerRun:
             return
         else:
             handed_over = beside.is_handed_over(grads)
-            if not handed_over:
-                self._check_unchanged(grads)
             if self._take_changes() or not handed_over:
+                self._scales.clear()
                 beside.hand_over(grads, remember=False)
         norm = math.sqrt(sum(beside.square_sums.values()))
         if not math.isfinite(norm):
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        beside.give_directions(grads, self._scales, self._group_of())
+        beside.give_directions(grads, self._group_of())
         units = [unit for unit in beside.units if any(id(piece.param) in grads for piece in unit.params)]
         of_params = self._of_params(grads, scalars)
         self.ranks.meet(f"make step {self.steps_done + 1}")
@@ -520,7 +508,6 @@ class OptimizerRun:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         self.check_none_begun("load_state_dict()")
-        self._check_unclipped("load_state_dict()", "load before backward or after step()")
         self._check_others()
         beside, index_of = self.beside, self.commits.layout.index_of
         params = {id(param): param for _, param in beside.named}

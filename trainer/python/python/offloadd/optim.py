@@ -337,7 +337,7 @@ def clip_grad_norm_(
     foreach: Optional[bool] = None,
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for an optimizer of this module, or for parameters of one: returns the norm of all gradients, over all
-    ranks, and lets the next `step` scale them. Gradients stay as they are, and are read once, for the norm and for the step."""
+    ranks, and scales them. They go to tiles once, for the norm and for the step, whose tiles have them unscaled and are multiplied by the same factor."""
     if float(norm_type) != 2.0:
         raise NotSupported(f"clip_grad_norm_ with norm_type={norm_type}: use torch.nn.utils.clip_grad_norm_")
     if isinstance(parameters, _Alone):
