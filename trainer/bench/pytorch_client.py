@@ -14,6 +14,7 @@ import sys
 import time
 
 import energy
+import planned
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -27,6 +28,7 @@ def arguments():
     parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
     parser.add_argument("--staging", type=int, default=0, help="bytes of host memory that tiles pass through")
     parser.add_argument("--program", help="the program offloadd")
+    parser.add_argument("--plan", action="store_true", help="only print what the mode nvme takes on drives")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     return parser.parse_args()
@@ -68,6 +70,9 @@ def main():
     import offloadd
     import torch
 
+    if a.plan:
+        model = made(a, "meta")
+        return print(json.dumps({"device_bytes": planned.device_bytes(model, torch.optim.AdamW(model.parameters()))}))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:

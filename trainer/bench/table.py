@@ -29,6 +29,7 @@ import tempfile
 import time
 
 import mixed
+import planned
 import smaller_gpu
 import testdrives
 import results
@@ -258,13 +259,20 @@ class Table:
             command += ["--program", self.args.bin / "offloadd"]
         if not count:
             return self.peer_ran(command, out, ranks, None)
-        # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
-        params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
-        directories = testdrives.create(count, params * 24 // count + (1 << 30), *rows.DRIVE_RATES, raid0=not ours, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
+        size_bytes = planned.drive_bytes(self.client_bytes(peer, shape) if ours else deepspeed_bytes(model), count)
+        directories = testdrives.create(count, size_bytes, *rows.DRIVE_RATES, raid0=not ours, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
             return self.peer_ran([*command, *(word for one in directories for word in ("--directory", one))], out, ranks, directories)
         finally:
             testdrives.destroy()
+
+    def client_bytes(self, peer, shape):
+        """What a row of the Python package takes on drives."""
+        command = [sys.executable, HERE / peer["program"], *peer["words"], *shape, "--out", self.args.out, "--plan"]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120)
+        if done.returncode != 0:
+            raise RowFailed(f"no plan: {done.stderr.strip()[-400:]}")
+        return json.loads(done.stdout.splitlines()[-1])["device_bytes"]
 
     def peer_ran(self, command, out, ranks, directories):
         command = testdrives.enter(command) if directories else command
@@ -338,6 +346,12 @@ class Table:
             "note": f"{steps} steps, loss {curves[0][0]:.4f} to {curves[0][-1]:.4f}; apart by {max(apart):.2e} at most, "
             f"{statistics.mean(apart):.2e} in the mean, {apart[0]:.2e} at the first step",
         }
+
+
+def deepspeed_bytes(model):
+    """What DeepSpeed takes on drives: fp32 gradients beside 16 bytes of state and parameters, and some more. Nothing of ours knows it."""
+    params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
+    return params * 24
 
 
 def why_it_failed(watched):

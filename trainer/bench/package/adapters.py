@@ -31,14 +31,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "python/python")]
 
 import peft  # noqa: E402
+import planned  # noqa: E402
 import rows  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from figures import add_drives, bus_rates, forget_peak, offload_param, on_test_drives, peak_gib, show, timed, wait  # noqa: E402
-from generation import SHAPES, TINY, params_of  # noqa: E402
+from generation import SHAPES, TINY  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
+from offloadd import _sketch  # noqa: E402
 
 # Of the first losses of a pair, which are computed by the same kernels.
 TOLERANCE = 1e-3
@@ -68,9 +70,7 @@ def main():
     args = parser.parse_args()
     if set(args.bases) - {"lora", "qlora"}:
         parser.error(f"bases are lora and qlora, not {' '.join(args.bases)}")
-    # bf16, and beside NF4 its scales and what stays in bf16.
-    params = params_of(SHAPES[args.model] | (TINY if args.tiny else {}) | ({"num_hidden_layers": args.layers} if args.layers else {}))
-    on_test_drives(args, params * (2 if "lora" in args.bases else 0.7))
+    on_test_drives(args, lambda: max(planned.device_bytes(*sketched(base, args)) for base in args.bases))
     to_gpu, _ = bus_rates(args.device)
     show(gpu=torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU", torch=torch.__version__, to_gpu_gb_per_s=to_gpu and to_gpu / 1e9)
     differ = [base for base in args.bases if not Pair(base, args, to_gpu).rows()]
@@ -241,12 +241,29 @@ def resident_of(run):
     return "auto" if fraction is None else fraction
 
 
-def model_of(base, args):
-    """A Llama with adapters where it computes; never more of its bf16 weights in memory than its blocks keep."""
+def on_meta(args):
+    """The model without memory, and its configuration."""
     shape = SHAPES[args.model] | (TINY if args.tiny else {}) | ({"num_hidden_layers": args.layers} if args.layers else {})
     config = transformers.LlamaConfig(**shape, use_cache=False, dtype=torch.bfloat16)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), config
+
+
+def sketched(base, args):
+    """A model without memory that takes the bytes of `model_of`, and an optimizer of its adapters."""
+    model, _ = on_meta(args)
+    with torch.device("meta"):
+        _sketch.quantize(model, "nf4" if base == "qlora" else None)
+        _sketch.adapt(model, RANK)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param in trained:
+        param.data = param.data.to(getattr(torch, args.adapters))
+    return model, torch.optim.AdamW(trained)
+
+
+def model_of(base, args):
+    """A Llama with adapters where it computes; never more of its bf16 weights in memory than its blocks keep."""
+    model, config = on_meta(args)
     torch.manual_seed(0)
     # Its buffers are computed and not random.
     with torch.device(args.device):

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import planned  # noqa: E402
 import rows  # noqa: E402
 import testdrives  # noqa: E402
 import watch  # noqa: E402
@@ -21,9 +22,6 @@ WARM_STEPS = 3
 
 # Bytes of a copy that measures the bus.
 _COPY_BYTES = 1 << 30
-
-# Of a test drive beside what a place needs: tiles are rounded up, and a file system has its own.
-_DRIVE_SLACK, _DRIVE_SLACK_BYTES = 1.1, 1 << 30
 
 
 def add_drives(parser):
@@ -40,13 +38,14 @@ def offload_param(place, args):
     return {"device": "nvme", "nvme_path": args.nvme_path}, {"program": str(built)} if built.exists() else {}
 
 
-def on_test_drives(args, state_bytes):
-    """With --testdrives, runs this script again on so many drives, which hold `state_bytes` together and are gone afterwards, and ends as it does."""
+def on_test_drives(args, device_bytes):
+    """With --testdrives, runs this script again on so many drives, and ends as it does. They hold what `device_bytes` returns together, and are gone
+    afterwards."""
     if not args.testdrives or args.nvme_path:
         return
     # Stopping is an exception, so that the drives are taken away.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{sys.argv[0]}: stopped"))
-    size_bytes = int(state_bytes / args.testdrives * _DRIVE_SLACK) + _DRIVE_SLACK_BYTES
+    size_bytes = planned.drive_bytes(device_bytes(), args.testdrives)
     began = time.perf_counter()
     drives = testdrives.create(args.testdrives, size_bytes, *rows.DRIVE_RATES, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
     try:

@@ -22,6 +22,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import figures  # noqa: E402
+import planned  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -56,8 +57,7 @@ def main():
     shape = SHAPES[args.model] | (TINY if args.tiny else {})
     if args.layers:
         shape |= {"num_hidden_layers": args.layers}
-    # Of bf16.
-    figures.on_test_drives(args, 2 * params_of(shape))
+    figures.on_test_drives(args, lambda: planned.device_bytes(on_meta(shape)))
     torch.manual_seed(0)
     with torch.device(args.device):
         prompts = torch.randint(shape["vocab_size"], (args.batch, args.prompt))
@@ -84,10 +84,10 @@ def main():
         raise SystemExit("the places generated different tokens")
 
 
-def params_of(shape):
-    """Parameters of a shape, none of which takes memory."""
+def on_meta(shape):
+    """A model of a shape that takes no memory."""
     with torch.device("meta"):
-        return sum(param.numel() for param in transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape)).parameters())
+        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**shape), dtype=torch.bfloat16)
 
 
 def built(shape, args):

@@ -21,6 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "python/python"))
 
 import figures  # noqa: E402
+import planned  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
@@ -54,7 +55,7 @@ def main():
     figures.add_drives(parser)
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters in each layer, to try the script")
     args = parser.parse_args()
-    figures.on_test_drives(args, tile_bytes_of(args))
+    figures.on_test_drives(args, lambda: device_bytes_of(args))
     losses = [measured(place, args) for place in args.places]
     if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses):
         raise SystemExit(f"the first losses differ: {losses}")
@@ -64,11 +65,24 @@ def config_of(args):
     return transformers.Qwen3MoeConfig(**SHAPE | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers})
 
 
-def tile_bytes_of(args):
-    """Bytes on drives: what is frozen once, in bf16; what is trained twice, the committed version and the next, with fp32 masters and moments."""
+def device_bytes_of(args):
     with torch.device("meta"):
-        params = sum(param.numel() for param in transformers.AutoModelForCausalLM.from_config(config_of(args)).parameters())
-    return params * (2 if args.train == "lora" else 2 * 14)
+        model = adapted(transformers.AutoModelForCausalLM.from_config(config_of(args), dtype=torch.bfloat16), args)
+    own = {"unit_bytes_max": args.unit_bytes_max} if args.unit_bytes_max else {}
+    return planned.device_bytes(model, optimizer_of(model), own)
+
+
+def adapted(model, args):
+    """The model, with what --train says beside it."""
+    if args.train == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    return model
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-5, foreach=False)
 
 
 def built(args):
@@ -78,10 +92,7 @@ def built(args):
     with torch.device(args.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         ids = torch.randint(config.vocab_size, (args.batch, args.length))
-    if args.train == "lora":
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    model = adapted(model, args)
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -92,7 +103,7 @@ def measured(place, args):
     """Trains in one place, prints its line and returns the first loss."""
     model, batch = built(args)
     params = sum(param.numel() for param in model.parameters())
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-5, foreach=False)
+    optimizer = optimizer_of(model)
     row = {"place": place, "train": args.train, "layers": args.layers, "g_params": params / 1e9, "tokens": args.batch * args.length}
     if place == "plain":
         found = steps(model, optimizer, batch, args)

@@ -39,6 +39,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 PEERS = HERE.parent
 sys.path[:0] = [str(PEERS), str(HERE.parents[1] / "python/python")]
 
+import planned  # noqa: E402
 import rows  # noqa: E402
 
 # Those of ours, and whether their updates begin in backward.
@@ -46,9 +47,6 @@ OURS = {"host": False, "overlap": False, "begun": True, "drive": False, "drive-o
 ROWS = ("torch", *OURS, "torchao", "fsdp2", "zero2")
 # Program and arguments of rows that are measured elsewhere, and the module that each needs.
 ELSEWHERE = {"fsdp2": ("fsdp_peer.py", ["cpu"], "torch"), "zero2": ("deepspeed_peer.py", ["cpu-opt", "--stage", "2"], "deepspeed")}
-# Bytes of host memory that an update reads and writes for a parameter: tiles of bf16 parameters, the other halves of their masters and fp32 moments, and
-# a gradient in bf16, read; the tiles, written.
-UPDATE_BYTES = 14 + 2 + 14
 OPTIMIZER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -247,7 +245,7 @@ def bound_of(args, optimizer, params, compute_s, rates):
     """The least seconds of a step of ours."""
     to_gpu, from_gpu = rates
     bus_s = max(2 * params / to_gpu, 2 * params / from_gpu) if to_gpu else 0.0
-    memory_s = UPDATE_BYTES * params / host_rate()
+    memory_s = planned.update_bytes(optimizer._run.plan) / host_rate()
     update_s = max(bus_s, memory_s)
     run = optimizer._run
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])

@@ -28,6 +28,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "python/python")]
 
 import deepspeed_peer  # noqa: E402
 import picture  # noqa: E402
+import planned  # noqa: E402
 import results  # noqa: E402
 import rows  # noqa: E402
 import testdrives  # noqa: E402
@@ -179,8 +180,7 @@ class Table:
             return self.ran(model, row, [one.name for one in directories])
         if not self.args.testdrives:
             return {"note": "name --directory or --testdrives"}
-        # As table.py: two generations of 14 bytes a parameter at most, and room for its files' rounding.
-        size_bytes = self.figures(model, REFERENCE).get("params", 1_600_000_000) * 28 // self.args.testdrives + (1 << 30)
+        size_bytes = planned.drive_bytes(planned_bytes(model, self.args.tiny), self.args.testdrives)
         directories = testdrives.create(self.args.testdrives, size_bytes, *rows.DRIVE_RATES, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
             return self.ran(model, row, directories, limited=True)
@@ -231,17 +231,13 @@ def measure(args, name, row):
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    config, head, task, samples, tokens, sizes = MODELS[name]
+    _, _, task, samples, tokens, _ = MODELS[name]
+    sizes = sizes_of(name, args.tiny)
     if args.tiny:
-        sizes = {key: next((small for keys, small in TINY.items() if key in keys), value) for key, value in sizes.items()}
         samples, tokens = 2, tuple(count // 16 for count in tokens)
         OPTIMIZER["lr"] = 1e-2
     torch.manual_seed(1)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = getattr(transformers, head)(getattr(transformers, config)(**sizes))
-    torch.set_default_dtype(torch.float32)
-    model.train()
+    model = built(name, sizes, device).train()
     batch = batch_of(torch, task, samples, tokens, sizes["vocab_size"], device)
     params = sum(p.numel() for p in model.parameters())
     step, end = {None: plain, "cpu": ours, "nvme": ours}.get(ROWS[row][2], deepspeed)(args, model, ROWS[row][2], sizes, samples)
@@ -276,6 +272,34 @@ def measure(args, name, row):
     }
     print(json.dumps(found), flush=True)
     end()
+
+
+def sizes_of(name, tiny):
+    """What a model's configuration says."""
+    *_, sizes = MODELS[name]
+    return {key: next((small for keys, small in TINY.items() if key in keys), value) for key, value in sizes.items()} if tiny else sizes
+
+
+def built(name, sizes, device):
+    """A model in bf16."""
+    import torch
+    import transformers
+
+    config, head, *_ = MODELS[name]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return getattr(transformers, head)(getattr(transformers, config)(**sizes))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def planned_bytes(name, tiny):
+    """Bytes on drives of the row nvme."""
+    import torch
+
+    model = built(name, sizes_of(name, tiny), "meta")
+    return planned.device_bytes(model, torch.optim.AdamW(model.parameters()))
 
 
 def batch_of(torch, task, samples, tokens, vocab, device):

@@ -1,18 +1,23 @@
 """Rows of trainer/bench can be started: the trainer accepts their run files, and the package starts as they start it."""
 
+import argparse
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 BENCH = ROOT / "trainer/bench"
-sys.path.append(str(BENCH))
+sys.path += [str(BENCH), str(BENCH / "package")]
 
 import energy  # noqa: E402
+import planned  # noqa: E402
 import rows  # noqa: E402
+
+import offloadd.optim  # noqa: E402
 
 MACHINE = ["--gpu-memory", "139GiB", "--host-memory", "1TiB", "--cores", "16", "--drives", "4x6.2GB/s:3.2GB/s"]
 
@@ -54,6 +59,78 @@ def test_the_packages_rows_start(tmp_path, mode):
     done = subprocess.run([*map(str, command), *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+def planned_by_client():
+    """The row nvme of the client."""
+    words = [word for name, value in {"hidden": 64, "layers": 2, "heads": 4, "ff": 160, "vocab": 300}.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, BENCH / "pytorch_client.py", "nvme", "--out", "none", "--plan", *words]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return 24 * (2 * 300 * 64 + 2 * (4 * 64**2 + 3 * 64 * 160 + 2 * 64) + 64), json.loads(done.stdout)["device_bytes"]
+
+
+def planned_of_adapters(base):
+    import adapters
+
+    args = argparse.Namespace(model="8b", tiny=True, layers=2, adapters="bfloat16")
+    model, optimizer = adapters.sketched(base, args)
+    trained = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    return 24 * trained + frozen, planned.device_bytes(model, optimizer)
+
+
+def planned_of_generation():
+    import generation
+
+    model = generation.on_meta(generation.SHAPES["8b"] | generation.TINY | {"num_hidden_layers": 2})
+    return sum(param.nbytes for param in model.parameters()), planned.device_bytes(model)
+
+
+def planned_of_mixture(train):
+    import mixture
+    import transformers
+
+    args = argparse.Namespace(tiny=True, layers=2, train=train, unit_bytes_max=None)
+    with torch.device("meta"):
+        model = mixture.adapted(transformers.AutoModelForCausalLM.from_config(mixture.config_of(args), dtype=torch.bfloat16), args)
+    sums = [sum(param.numel() for param in model.parameters() if param.requires_grad == trained) for trained in (True, False)]
+    return 24 * sums[0] + 2 * sums[1], mixture.device_bytes_of(args)
+
+
+def planned_of_seven_models():
+    import seven_models
+
+    model = seven_models.built("GPT-2", seven_models.sizes_of("GPT-2", tiny=True), "meta")
+    return 24 * sum(param.numel() for param in model.parameters()), seven_models.planned_bytes("GPT-2", tiny=True)
+
+
+SIZES = {
+    "client": planned_by_client,
+    "LoRA": lambda: planned_of_adapters("lora"),
+    "QLoRA": lambda: planned_of_adapters("qlora"),
+    "generation": planned_of_generation,
+    "experts": lambda: planned_of_mixture("all"),
+    "experts, LoRA": lambda: planned_of_mixture("lora"),
+    "seven models": planned_of_seven_models,
+}
+
+
+@pytest.mark.parametrize("script", SIZES)
+def test_test_drives_have_the_size_of_the_plan(script):
+    """12 bytes for each trained parameter, twice on drives, and those of frozen parameters once; tiles are rounded up."""
+    least, found = SIZES[script]()
+    assert least <= found <= 1.5 * least + 30 * (1 << 16), (script, least, found)
+    assert planned.drive_bytes(found, 2) * 2 > found
+
+
+def test_an_update_moves_the_bytes_of_its_tiles():
+    model = torch.nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
+    optimizer = offloadd.optim.AdamW(model.named_parameters())
+    optimizer.resume()
+    # 12 bytes of state read and written, and a gradient.
+    assert planned.update_bytes(optimizer._run.plan) == pytest.approx(26 * model.weight.numel(), rel=0.05)
+    optimizer.close()
 
 
 def test_a_step_of_all_layers_is_computed_from_steps_of_some(tmp_path):
