@@ -13,7 +13,7 @@ from ._errors import Error, NotSupported
 from ._packed import same_numbers
 from ._released import ReadOnlyCopy
 from ._units import Unit
-from ._weights import sources_of
+from ._weights import recording
 
 
 class Rewriting:
@@ -85,8 +85,16 @@ class Rewriting:
         """Gives the model other weights, a unit at a time, and commits them. The optimizer's moments stay."""
         self.check_loadable(anyway=True)
         self._commits.seal()
-        sources, answer = sources_of(self._gathering, lambda: self._plain_load(state_dict, strict=strict))
+        # What would be copied to each parameter, by id. Buffers are copied at once.
+        with recording(self._gathering.params) as sources:
+            try:
+                answer = self._plain_load(state_dict, strict=strict)
+            except RuntimeError as error:
+                # PyTorch says what does not fit after it has copied the rest.
+                answer = error
         self.replace(sources)
+        if isinstance(answer, RuntimeError):
+            raise answer
         return answer
 
     def replace(self, sources: Mapping[int, torch.Tensor]) -> None:

@@ -291,13 +291,6 @@ def recording(params: Iterable[nn.Parameter]) -> Iterator[dict[int, torch.Tensor
             param.__class__ = before
 
 
-def sources_of(gathering: Gathering, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
-    """Runs a plain `load_state_dict`. Returns what it would have copied to each parameter, by id, and its answer; buffers it
-    has copied."""
-    with recording(gathering.params) as copied:
-        return copied, load()
-
-
 class PartsLoaded:
     """Lets `load_state_dict` of a part of a model, or of a module around it, reach the tiles: what PyTorch copies to parameters is
     remembered, and given to them all when the outermost module of the model has been loaded."""
