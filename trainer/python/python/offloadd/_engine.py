@@ -230,6 +230,7 @@ class Engine:
     def _before_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """A gradient is about to be accumulated: takes what came before it in this backward."""
         self._start_backward()
+        self.gradients.check_not_shared(param)
         self.gradients.collect(unit, param)
 
     def _settle(self, unit: Unit) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
+import weakref
 from typing import Any, Mapping, Optional
 
 import torch
@@ -39,6 +42,9 @@ class Gradients:
         self.handles: dict[int, GradientInTile] = {}
         # Views of the buffers that gradients leave from, by unit and buffer.
         self._gradient_views: dict[tuple[Unit, int], dict[int, torch.Tensor]] = {}
+        # Those that scripts may hold, and what is in the tiles as long as they show it.
+        self._shown: dict[int, weakref.ref[GradientInTile]] = {}
+        self._content = object()
         # Whether step() has used the gradients that `param.grad` still shows.
         self.applied = False
         # Parameters whose gradients a script has made zero: where none come, the step is one with zeros.
@@ -119,6 +125,8 @@ class Gradients:
         # Zeros to which nothing has come change nothing.
         changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.handles.values())
         self._partial -= dropped | zeros
+        # Those go on to be the gradients.
+        shown = {key: held for key, held in self._shown.items() if key in zeros}
         if len(dropped | zeros) == len(self.handles) and not given:
             # Other ways to write zero_grad().
             self.forget_sums()
@@ -134,6 +142,7 @@ class Gradients:
         elif any(held.scaled and float(held.scale) != 1.0 for held in self.handles.values()):
             raise NotSupported("gradients were clipped or scaled and more came: clip after the last backward of a step")
         self._zeroed = zeros
+        self._shown.update(shown)
         self.drop()
         self.handles.clear()
 
@@ -175,6 +184,18 @@ class Gradients:
             before = None
         unit.gradients[id(param)] = grad if before is None else before + grad
 
+    def check_not_shared(self, param: nn.Parameter) -> None:
+        """Refuses to add to a gradient that a script has given and holds: in plain PyTorch its own tensor would have the sum."""
+        with AS_TENSORS():
+            grad = param.grad
+            if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                return
+            if sys.getrefcount(grad) > _references() or torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2:
+                raise NotSupported(
+                    f"the gradient of {self._gathering.name(param)} is a tensor of the script's own, such as a part of a buffer for all gradients, and backward "
+                    "would add to it in plain PyTorch; here gradients go to tiles: set param.grad to None before backward, and give it a tensor after it"
+                )
+
     def take_all(self, unit: Unit) -> None:
         for param in unit.params:
             self.collect(unit, param)
@@ -207,21 +228,33 @@ class Gradients:
 
     def show(self) -> None:
         """Gives `param.grad` what stands for gradients that have come, or that a script has made zero."""
-        siblings, self.applied = BackwardGradients(self.read), False
+        siblings, self.applied = BackwardGradients(self.read, self._content), False
         with AS_TENSORS():
             for param in self._gathering.params:
                 square_sum = self.square_sums.get(id(param))
                 if square_sum is None and id(param) not in self._zeroed:
                     continue
-                param.grad = self.handles[id(param)] = held = GradientInTile(param, square_sum or 0.0, siblings)
+                # As in plain PyTorch, what a script holds goes on to be the gradient while backwards add to it.
+                held = self._shown.get(id(param), lambda: None)()
+                if held is None:
+                    held = GradientInTile(param, square_sum or 0.0, siblings)
+                    self._shown[id(param)] = weakref.ref(held)
+                else:
+                    held.begin(square_sum or 0.0, siblings)
+                param.grad = self.handles[id(param)] = held
                 held.zero, held.partial = square_sum is None, id(param) in self._partial
 
-    def read(self, param: nn.Parameter) -> torch.Tensor:
-        """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type."""
+    def read(self, param: nn.Parameter, content: Any) -> torch.Tensor:
+        """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type. Those of another
+        `content` of the tiles are gone."""
         if self.applied:
             name = self._gathering.name(param)
             raise by_other_optimizer(name) or NotSupported(
                 f"the gradient of {name} after optimizer.step(): its values are gone with the step; read them before, and call zero_grad() to begin anew"
+            )
+        if content is not self._content:
+            raise NotSupported(
+                f"a gradient of {self._gathering.name(param)} from before zero_grad() or optimizer.step(): its values are gone; keep a clone() of it"
             )
         unit = self._gathering.unit_of[id(param)]
         flat = self.of_unit(unit)
@@ -261,7 +294,7 @@ class Gradients:
             self._read = None
             self._gathering.order.outside((True, unit.index))
             squares = self._ranks.sum(f"change the gradients of {unit.name}", list(self._core.write_gradients(unit.index, flat.data_ptr())))
-            siblings = BackwardGradients(self.read)
+            siblings = BackwardGradients(self.read, self._content)
             for param, square_sum in zip(unit.params, squares):
                 if id(param) in changed:
                     self._summed.add(id(param))
@@ -312,6 +345,8 @@ class Gradients:
         self._handed_over.clear()
         self._zeroed.clear()
         self._read = None
+        self._shown.clear()
+        self._content = object()
 
     def are_finite(self) -> bool:
         """Whether the gradients that have come since the last step are."""
@@ -320,21 +355,40 @@ class Gradients:
     def forget(self, zero: bool = False, of: Optional[set[int]] = None) -> None:
         """Drops this step's gradients, or makes them `zero`: a parameter that gets none is then updated with zeros. Where they are to be those `of`
         some parameters alone, the others' lack something from now on."""
-        left = set(self.handles) - self.looked_at()[0]
+        dropped, given = self.looked_at()
+        left = set(self.handles) - dropped
+        shown = {key: held for key, held in self._shown.items() if zero and key in left and (of is None or key in of)}
         if self.half_backward:
             self.drop_half()
         self.forget_sums()
         self.drop()
         self._partial = self._partial | left if of is not None else set()
         self._partial -= of or set()
-        if zero and left:
-            self._zeroed = left if of is None else left & of
+        if zero and (left or given):
+            of = of if of is not None else set(map(id, self._gathering.params))
+            self._zeroed = left & of - given.keys()
+            self._shown.update(shown)
             self.show()
+            # The script may have those, too.
+            with torch.no_grad(), AS_TENSORS():
+                for param in self._gathering.params:
+                    if id(param) in given.keys() & of:
+                        given[id(param)].zero_()
+                        param.grad = given[id(param)]
 
     def used(self) -> None:
         """The step's update was ordered. What stands for gradients stays until it is dropped."""
         self._forget_what_came()
         self.applied = True
+
+
+@functools.lru_cache(maxsize=None)
+def _references() -> int:
+    """References to a gradient that is a variable and an argument, where nobody else has it."""
+    param = nn.Parameter(torch.zeros(1, device="cpu"))
+    param.grad = torch.zeros(1, device="cpu")
+    grad = param.grad
+    return sys.getrefcount(grad)
 
 
 def _index(unit: Unit, param: nn.Parameter) -> int:

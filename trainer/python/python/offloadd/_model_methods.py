@@ -46,7 +46,7 @@ class ModelMethods:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if self._gathering.trains:
-            self._engine.forget_gradients()
+            self._engine.forget_gradients(zero=not set_to_none)
         self._plain_zero_grad(set_to_none)
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,10 @@ UNSCALED = torch.ones(())
 class BackwardGradients:
     """The gradients of one backward. What they share is computed once, since each computation on a GPU is waited for."""
 
-    def __init__(self, read: Optional[Callable[[torch.Tensor], torch.Tensor]] = None) -> None:
-        # Reads the unscaled values of a parameter's gradient. Weak, as the gradient's parameter is: the collector of cycles does not see what
+    def __init__(self, read: Optional[Callable[[torch.Tensor, Any], torch.Tensor]] = None, content: Any = None) -> None:
+        # Stands for what is in the tiles until other gradients are.
+        self.content = content
+        # Reads the unscaled values of a parameter's gradient, of this content. Weak, as the gradient's parameter is: the collector of cycles does not see what
         # `param.grad` holds.
         self.read = weakref.WeakMethod(read) if read is not None else lambda: None
         # Weak, so that each goes with its last user and not with the next collection of cycles.
@@ -65,14 +67,16 @@ class GradientInTile(torch.Tensor):
     @staticmethod
     def __new__(cls, param: torch.Tensor, square_sum: float, siblings: BackwardGradients) -> "GradientInTile":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
-        siblings.handles.append(weakref.ref(held))
-        held.siblings, held.param, held.found_norm = siblings, weakref.ref(param), None
-        held.square_sum = square_sum
-        held.scale = UNSCALED
-        held.scaled = False
-        held.unscaled = 1.0
-        held.value, held.zero, held.partial = None, False, False
+        held.param = weakref.ref(param)
+        held.begin(square_sum, siblings)
         return held
+
+    def begin(self, square_sum: float, siblings: BackwardGradients) -> None:
+        """A backward has made the gradient, or added to it: nothing has changed it since."""
+        siblings.handles.append(weakref.ref(self))
+        self.siblings, self.found_norm, self.square_sum = siblings, None, square_sum
+        self.scale, self.scaled, self.unscaled = UNSCALED, False, 1.0
+        self.value, self.zero, self.partial = None, False, False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Held({tuple(self.shape)}, partial)" if self.partial else f"Held({tuple(self.shape)}, norm={float(_norms([self])[0]):.6g})"
@@ -201,7 +205,7 @@ def _values(held: GradientInTile) -> torch.Tensor:
     read, param = held.siblings.read(), held.param()
     if held.zero or read is None or param is None:
         return torch.zeros(held.shape, dtype=held.dtype, device=held.device)
-    value = read(param)
+    value = read(param, held.siblings.content)
     return value if held.scale is UNSCALED else value.mul_(held.scale.to(value.device))
 
 

@@ -59,6 +59,125 @@ def _(s):
     s.optimizer.step()
 
 
+# A gradient that a script holds: it is one tensor through the backwards of a step.
+GONE = "its values are gone; keep a clone() of it"
+OWN = "a tensor of the script's own"
+
+
+def _grads(s):
+    return [param.grad for param in s.model.parameters()]
+
+
+def _give(s, grads):
+    for param, grad in zip(s.model.parameters(), grads):
+        param.grad = grad
+
+
+@shared.equal("gradients held over backwards, which add to them")
+def _(s):
+    s.backward(0)
+    held = _grads(s)
+    s.backward(1)
+    s.note([one is grad for one, grad in zip(held, _grads(s))])
+    s.note([[one.sum(), one.norm()] for one in held], exact=False)
+    s.optimizer.step()
+
+
+@shared.equal("gradients held over `zero_grad(set_to_none=False)` and a backward")
+def _(s):
+    s.backward(0)
+    held = _grads(s)
+    s.optimizer.zero_grad(set_to_none=False)
+    s.note([one.sum() for one in held])
+    s.backward(1)
+    s.note([one.sum() for one in held])
+    s.optimizer.step()
+
+
+@shared.refused("gradients held over `zero_grad`, and added to the next ones", GONE)
+def _(s):
+    s.backward(0)
+    held = _grads(s)
+    s.optimizer.zero_grad()
+    s.backward(1)
+    for grad, one in zip(_grads(s), held):
+        grad.add_(one)
+
+
+@shared.refused("gradients held over a step and `zero_grad`, and read", GONE)
+def _(s):
+    s.backward(0)
+    held = _grads(s)
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    s.note([one.sum() for one in held])
+
+
+@shared.equal("gradients of two losses, the first by `clone`, projected and added")
+def _(s):
+    s.backward(0)
+    first = [grad.clone() for grad in _grads(s)]
+    s.optimizer.zero_grad()
+    s.backward(1)
+    dot = sum((one * other).sum() for one, other in zip(first, _grads(s)))
+    _give(s, [one + other if dot > 0 else one - other for one, other in zip(first, _grads(s))])
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    s.step(2)
+
+
+def _flat_gradients(s):
+    params = list(s.model.parameters())
+    flat, at = torch.zeros(sum(param.numel() for param in params)), 0
+    for param in params:
+        param.grad, at = flat[at : at + param.numel()].view_as(param), at + param.numel()
+    return flat
+
+
+shared.refused("a buffer of which gradients are views, and backward", OWN, lambda s: [_flat_gradients(s), s.backward(0)])
+shared.refused(
+    "gradients of a script's own, and backward", OWN, lambda s: [own := [torch.ones_like(p) for p in s.model.parameters()], _give(s, own), s.backward(0)]
+)
+shared.equal("a buffer of which gradients are views, given after backward", lambda s: [s.backward(0), _flat_gradients(s).fill_(0.1), s.optimizer.step()])
+shared.equal(
+    "zeros given before each backward", lambda s: [[_give(s, [torch.zeros_like(p) for p in s.model.parameters()]), s.step(number)] for number in range(2)][0][0]
+)
+
+
+@shared.refused("momentum of a script's own as gradients, and `zero_grad(set_to_none=False)`", OWN)
+def _(s):
+    own = [torch.zeros_like(param) for param in s.model.parameters()]
+    for number in range(2):
+        s.backward(number)
+        for one, grad in zip(own, _grads(s)):
+            one.mul_(0.9).add_(grad)
+        _give(s, own)
+        s.optimizer.step()
+        s.optimizer.zero_grad(set_to_none=False)
+        s.note(own)
+
+
+def _zeroed_without_use(s, zero_grad):
+    """A parameter whose gradient is zero gets weight decay, and one without a gradient none."""
+    model = net()
+    model.more = nn.Linear(WIDTH, WIDTH)
+    s.begin(model, adamw(model.parameters(), weight_decay=0.5))
+    s.continues = False
+    s.loss_of = lambda model, x, y: F.cross_entropy(model(x), y) + model.more(torch.ones(WIDTH)).sum()
+    s.backward(0)
+    zero_grad(s)
+    s.loss_of = lambda model, x, y: F.cross_entropy(model(x), y)
+    s.backward(1)
+    s.optimizer.step()
+    return s.weights()
+
+
+shared.equal(
+    "`model.zero_grad(set_to_none=False)`, and a layer that is not used", lambda s: _zeroed_without_use(s, lambda s: s.model.zero_grad(set_to_none=False))
+)
+shared.equal("`optimizer.zero_grad(set_to_none=False)`, and a layer that is not used", lambda s: _zeroed_without_use(s, lambda s: s.optimizer.zero_grad(False)))
+
+
 def _halved(state):
     with torch.no_grad():
         for value in state.values():
