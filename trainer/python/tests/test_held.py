@@ -78,6 +78,12 @@ def test_nothing_is_looked_for_where_nobody_holds_anything(monkeypatch, tmp_path
     monkeypatch.setattr(HeldMemory, "_find_tensors", None)
     run, _ = prepared(net(), tmp_path / "run")
     run.close()
+    torch.save(net().state_dict(), tmp_path / "weights")
+    model = net()
+    # Memory of a file's is nobody's array.
+    model.load_state_dict(torch.load(tmp_path / "weights", mmap=True), assign=True)
+    run, _ = prepared(model, tmp_path / "other")
+    run.close()
 
 
 def test_what_a_refusal_has_found_stays_as_it_was(tmp_path):

@@ -409,6 +409,10 @@ TAKEN = {
 }
 
 
+class _Marked(torch.Tensor):
+    pass
+
+
 def _up(model):
     return model.blocks[1].up.weight
 
@@ -496,6 +500,7 @@ held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m
 held.refused("a view of an array of numpy, in a list", DROP, lambda s: _begin_with(s, lambda m: [_up(m).detach().numpy()[1:, ::-1]]))
 held.refused("an array of numpy of which a parameter was made", DROP, lambda s: _begin_with(s, lambda m: _of_array(m)))
 held.equal("an array of numpy of which a parameter was made, dropped", lambda s: [_begin_with(s, lambda m: _of_array(m).shape), s.step(0)][1])
+held.refused("a tensor of another class", DROP, lambda s: _begin_with(s, lambda m: _up(m).data.as_subclass(_Marked)))
 held.equal("an array of a frozen block, read", _held(lambda m: _up(m).detach().numpy(), lambda old: old.sum().item(), frozen=True))
 held.refused(
     "an array of a frozen block, written", "read-only", _held(lambda m: _up(m).detach().numpy(), lambda old: old.fill(0), frozen=True), error=ValueError
