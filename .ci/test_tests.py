@@ -415,13 +415,13 @@ class Cycles(unittest.TestCase):
 class Readme(unittest.TestCase):
     def test_the_rows_of_what_fits_are_those_of_the_models_page(self):
         cells = lambda line: [cell.strip() for cell in line.strip("| ").split("|")]
-        models = {row[0]: row for row in map(cells, (HERE.parent / "docs/models.md").read_text().splitlines())}
+        page = (HERE.parent / "docs/models.md").read_text().partition("\n## ")[0]
+        models = {row[0]: row for row in map(cells, page.splitlines())}
         readme = map(cells, (HERE.parent / "README.md").read_text().splitlines())
         rows = [row for row in readme if row[0] in models and len(row) == 5 and row[0] not in ("model", "---")]
         self.assertGreaterEqual(len(rows), 4)
         for name, *places in rows:
-            model = models[name]
-            self.assertEqual(places, [model[2], ", ".join(model[3:5]), ", ".join(model[5:8]), ", ".join(model[11:14])], name)
+            self.assertEqual(places, models[name][2:], name)
 
     def test_the_readme_is_short(self):
         lines = (HERE.parent / "README.md").read_text().splitlines()

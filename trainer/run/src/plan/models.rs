@@ -95,7 +95,7 @@ fn row(name: String, model: &ModelConfig) -> Row {
 /// A cell with the bytes in each of some tiers.
 fn tiers(tiers: &[u64]) -> String {
     let bytes = tiers.iter().map(|&bytes| ApproxBytes(bytes).to_string());
-    bytes.collect::<Vec<_>>().join(" / ")
+    bytes.collect::<Vec<_>>().join(", ")
 }
 
 /// Formats the page about every `NAME.json` in `dir`, small models first.
@@ -120,7 +120,7 @@ GPU. *GPU* and *host* are what the process takes of that memory, *drives* is roo
 *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a
 machine needs. `trainer plan --model config.json` plans for another machine.
 
-| model | parameters | state on the GPU: GPU | in host memory: GPU / host | on drives: GPU / host / drives | on drives, least: GPU / host / drives |
+| model | parameters | state on the GPU: GPU | in host memory: GPU, host | on drives: GPU, host, drives | on drives, least: GPU, host, drives |
 |---|---|---|---|---|---|
 ",
         QUESTION.seq_len * QUESTION.micro_batch
@@ -178,7 +178,7 @@ fn section_of_ranks(dir: &Path) -> String {
 
 {MODEL_OF_RANKS}, as above, each rank with {} tokens a step. Parameters, gradients and state are always divided, as in stage 3 of ZeRO, and each rank takes:
 
-| ranks | state on the GPU: GPU | in host memory: GPU / host | ZeRO-1 (formula, no activations) | ZeRO-2 | ZeRO-3 |
+| ranks | state on the GPU: GPU | in host memory: GPU, host | ZeRO-1 (formula, no activations) | ZeRO-2 | ZeRO-3 |
 |---|---|---|---|---|---|
 ",
         QUESTION.seq_len * QUESTION.micro_batch
