@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::read::{DocumentKind, FoundFiles, find, first};
-use super::tokenize::{Encoding, Tokenizer, TokenizerSettings};
+use super::tokenize::{ChatFormat, Encoding, Tokenizer, TokenizerSettings};
 use super::{Data, DataError};
 use crate::config::{
     DataFile, DataSettings, Interval, LossOn, OnBadRecord, Packing, RecordFormat, RunSettings,
@@ -234,6 +234,11 @@ impl Corpus {
     /// The token files are gone or damaged.
     pub fn open(&self, settings: &RunSettings) -> Result<Data, DataError> {
         Data::open(self, &dir(settings), settings.train.seed)
+    }
+
+    /// The format of conversations, where the run names its chat template.
+    pub fn chat_format(&self) -> Option<ChatFormat> {
+        self.tokenizer.chat_format()
     }
 
     /// Returns a fingerprint that changes whenever the tokens would.

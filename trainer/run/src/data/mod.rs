@@ -35,6 +35,7 @@ pub use corpus::{Corpus, Frame};
 pub use error::DataError;
 pub use length::{DataLength, length};
 pub use read::DocumentPosition;
+pub use tokenize::ChatFormat;
 
 /// Target that does not count in the loss, for padding or a prompt.
 pub const IGNORED: i64 = -100;
@@ -65,6 +66,7 @@ pub struct Data {
     files: usize,
     passed_over: usize,
     findings: Findings,
+    chat_format: Option<ChatFormat>,
 }
 
 /// Tokens in which documents are counted for a plan.
@@ -164,7 +166,13 @@ impl Data {
                 }
                 findings
             },
+            chat_format: corpus.chat_format(),
         })
+    }
+
+    /// The format of conversations, where the run names its chat template.
+    pub fn chat_format(&self) -> Option<&ChatFormat> {
+        self.chat_format.as_ref()
     }
 
     /// Number of tokens in all files, including end-of-document tokens, without padding.

@@ -24,6 +24,9 @@ const TOKENIZER: &[&str] = &[
     "tokenizer_config.json",
     "vocab.json",
 ];
+/// Keys of tokens that libraries also read from `config.json`.
+const TOKEN_IDS: [&str; 3] = ["bos_token_id", EOS, "pad_token_id"];
+const EOS: &str = "eos_token_id";
 /// Size limit of copied files; the largest tokenizers have about 30 MB.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
@@ -74,6 +77,60 @@ impl ModelFiles {
             fs::copy(&from, &to)
                 .and_then(|_| File::open(&to)?.sync_all())
                 .map_err(failed("copy", &from))?;
+        }
+        Ok(())
+    }
+
+    /// Replaces the chat template, and adds the token that ends an answer to those that end a generated text.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn keep_chat_format(&self, template: &str, end: Option<u32>) -> Result<(), DirError> {
+        let dir = &self.dir;
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |source| DirError::Io {
+                verb: "write",
+                path,
+                source,
+            }
+        };
+        let read = |name: &str| -> Map<String, Value> {
+            let json = fs::read(dir.join(name)).ok();
+            json.and_then(|json| serde_json::from_slice(&json).ok())
+                .unwrap_or_default()
+        };
+        fs::create_dir_all(dir).map_err(failed(dir))?;
+        let mut files = vec![("chat_template.jinja", template.as_bytes().to_vec())];
+        if let Some(end) = end {
+            let mut generation = read(GENERATION);
+            if generation.is_empty() {
+                // Without the file, libraries take these from the model's.
+                let config = read(CONFIG).into_iter();
+                generation.extend(config.filter(|(key, _)| TOKEN_IDS.contains(&key.as_str())));
+            }
+            let mut ends = match generation.remove(EOS) {
+                Some(Value::Array(ends)) => ends,
+                Some(Value::Null) | None => Vec::new(),
+                Some(one) => vec![one],
+            };
+            if !ends.contains(&end.into()) {
+                ends.push(end.into());
+            }
+            generation.insert(EOS.into(), ends.into());
+            files.push((
+                GENERATION,
+                serde_json::to_vec_pretty(&generation).expect("plain data"),
+            ));
+        }
+        for (name, bytes) in files {
+            let path = dir.join(name);
+            if fs::read(&path).is_ok_and(|found| found == bytes) {
+                continue;
+            }
+            fs::write(&path, &bytes)
+                .and_then(|()| File::open(&path)?.sync_all())
+                .map_err(failed(&path))?;
         }
         Ok(())
     }

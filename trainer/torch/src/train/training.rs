@@ -21,7 +21,7 @@ use training_run::config::{Interval, OverflowPolicy, RunSettings};
 use training_run::data::Data;
 use training_run::evaluations::Evaluations;
 use training_run::model::Dtype;
-use training_run::open::OpenRun;
+use training_run::open::{OpenRun, RunError};
 use training_run::plan::{Plan, peak_tflops};
 use training_state::checkpointer::{Checkpointer, CheckpointerParts};
 use training_state::learning_rate::learning_rate;
@@ -30,6 +30,7 @@ use training_state::monitor::Monitors;
 use training_state::overflow::{Outcome, OverflowState};
 use training_state::plan::MeasuredRates;
 use training_state::ranks::Ranks;
+use training_state::run::ModelFiles;
 use training_state::trace::Trace;
 
 /// State of a run in its training loop. All ranks make the same decisions from what they tell each other once a step; the price is that each rank
@@ -127,6 +128,12 @@ impl Training {
                 .telling(reports.wall_clock_breakdown)
                 .with_flops(flops(&settings, &run.plan));
             let monitors = Monitors::open(reports, state.next_sample)?;
+            // For exports of this run.
+            if let Some(format) = data.as_ref().and_then(Data::chat_format) {
+                let files = ModelFiles::in_run_dir(run.dir.path());
+                (files.keep_chat_format(&format.template, format.answer_end))
+                    .map_err(RunError::from)?;
+            }
             Ok(Some(StepOutputs {
                 metrics,
                 monitors,

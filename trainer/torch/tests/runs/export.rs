@@ -138,3 +138,33 @@ fn an_export_has_the_tokenizer_that_the_run_had() {
         assert!(std::fs::read(out.join(file)).unwrap() == theirs, "{file}");
     }
 }
+
+#[test]
+fn an_export_writes_conversations_as_the_run_did() {
+    let harness = Harness::new();
+    let exported = |name: &str, more: &[&str]| {
+        chat_run(&harness, "run", more).train();
+        let out = harness.path(name);
+        export(&chat_run(&harness, "run", more), &out, &[]);
+        let read = |file: &str| std::fs::read_to_string(out.join(file)).expect("a file");
+        let generation: serde_json::Value =
+            serde_json::from_str(&read("generation_config.json")).expect("JSON");
+        (
+            read("chat_template.jinja"),
+            generation["eos_token_id"].clone(),
+        )
+    };
+    // The tokenizer's <|im_end|>, which ends an answer, is token 2.
+    let named = ["data.chat_template=\"chatml\"", "train.stop_after=1"];
+    let (template, ends) = exported("named", &named);
+    assert!(template.contains("<|im_start|>"), "{template}");
+    assert_eq!(ends, serde_json::json!([2]));
+    // A file of one's own, on resume.
+    let own = harness.path("own.jinja");
+    let text = "{% for message in messages %}{{ message.role + ': ' + message.content + '<|endoftext|>' }}{% endfor %}";
+    std::fs::write(&own, text).expect("a template");
+    let own = format!("data.chat_template=\"{}\"", own.display());
+    let (template, ends) = exported("own", &[&own, "train.stop_after=2"]);
+    assert_eq!(template, text);
+    assert_eq!(ends, serde_json::json!([2, 0]));
+}

@@ -3,12 +3,13 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use chat_template::{Map, Value};
 use tokenizers::Tokenizer;
 
 use super::chat::{ChatText, Template};
 use super::special::{Special, read_bounded};
 use super::templates;
-use super::{BEGINS, EncodedDocuments, Encoding, NOT_COUNTED};
+use super::{BEGINS, ChatFormat, EncodedDocuments, Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
@@ -31,6 +32,8 @@ pub(in crate::data) struct HuggingFace {
     eos: Option<u32>,
     special: Special,
     template: Option<Template>,
+    /// Whether the run names it.
+    names_template: bool,
     /// Tokens of a named template that the tokenizer lacks.
     missing: Vec<String>,
     ids_end: u64,
@@ -84,6 +87,7 @@ impl HuggingFace {
                 .collect(),
             _ => Vec::new(),
         };
+        let names_template = template.is_some();
         let template_key = template.map_or(key, |_| "data.chat_template");
         let template = source
             .map(|source| Template::new(&source, with_tools.as_deref(), &special))
@@ -126,6 +130,7 @@ impl HuggingFace {
             eos,
             special,
             template,
+            names_template,
             missing,
             ids_end,
             fingerprint: print.finish(),
@@ -158,6 +163,31 @@ impl HuggingFace {
 
     pub(super) fn padding(&self) -> u32 {
         self.eos.unwrap_or(0)
+    }
+
+    /// The template that the run names, and the token that ends an answer in it.
+    pub(super) fn chat_format(&self) -> Option<ChatFormat> {
+        let template = (self.template.as_ref()).filter(|_| self.names_template)?;
+        let message = |role: &str, content: &str| {
+            let keys = [("role", role), ("content", content)];
+            let keys = keys.map(|(key, value)| (key, Value::from(value)));
+            Value::from(keys.into_iter().collect::<Map>())
+        };
+        let messages = [message("user", "Question"), message("assistant", "Answer")];
+        let answer_end = template.text(&messages, None).ok().and_then(|chat| {
+            let (_, end) = chat.text.rsplit_once("Answer")?;
+            let ids = self.inner.encode(end.trim_start(), false).ok()?;
+            let id = *ids.get_ids().first()?;
+            self.inner
+                .get_added_tokens_decoder()
+                .get(&id)?
+                .special
+                .then_some(id)
+        });
+        Some(ChatFormat {
+            template: template.source().to_owned(),
+            answer_end,
+        })
     }
 
     pub(super) fn check_chat(&self) -> Result<(), DataError> {

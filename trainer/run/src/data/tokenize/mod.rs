@@ -41,6 +41,14 @@ pub(super) enum Tokenizer {
     Ids(u64),
 }
 
+/// How a run writes conversations, where it does not take the template of its tokenizer.
+pub struct ChatFormat {
+    /// The chat template.
+    pub template: String,
+    /// The special token that ends an answer.
+    pub answer_end: Option<u32>,
+}
+
 /// Largest vocabulary of a model that is taken for one of bytes, with some tokens more, where no tokenizer is named.
 const BYTE_VOCAB_SIZE_MAX: u64 = 2 * BYTE_VOCAB_SIZE;
 
@@ -176,6 +184,14 @@ impl Tokenizer {
             Self::Bytes => "bytes as tokens".into(),
             Self::Ids(_) => "token ids from the data".into(),
             Self::HuggingFace(found) => found.describe(),
+        }
+    }
+
+    /// The format of conversations that the run names.
+    pub(super) fn chat_format(&self) -> Option<ChatFormat> {
+        match self {
+            Self::Bytes | Self::Ids(_) => None,
+            Self::HuggingFace(found) => found.chat_format(),
         }
     }
 
