@@ -153,7 +153,8 @@ pub enum TileError {
     /// The bytes read do not match their checksum.
     #[error(
         "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, and \
-         two reads did not return it (the second one: {found:08x}); `offloadd verify` lists all damage",
+         two reads did not return it (the second one: {found:08x}); `offloadd verify` lists all damage. A job with a damaged tile goes on \
+         from a checkpoint that was made before (`trainer train RUN.toml --resume-from STEP`), or begins again",
         device.display()
     )]
     Damaged {

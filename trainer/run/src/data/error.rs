@@ -70,9 +70,10 @@ pub enum DataError {
         model: u64,
     },
     #[error(
-        "data.files: the {part} has {tokens} tokens, but one window of train.seq_len = {seq_len} tokens needs {needed}: add more text or lower train.seq_len"
+        "{key}: the {part} has {tokens} tokens, but one window of train.seq_len = {seq_len} tokens needs {needed}: add more text or lower train.seq_len"
     )]
     TooShort {
+        key: &'static str,
         part: &'static str,
         tokens: u64,
         needed: u64,

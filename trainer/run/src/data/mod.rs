@@ -359,6 +359,11 @@ impl Data {
 
 fn too_short(corpus: &Corpus, part: &'static str, tokens: u64) -> DataError {
     DataError::TooShort {
+        key: match part {
+            "evaluation text" => "data.eval_files",
+            "validation text" => "data.validation_fraction",
+            _ => "data.files",
+        },
         part,
         tokens,
         needed: match corpus.packing {

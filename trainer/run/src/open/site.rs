@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use swapper::Nodes;
+use swapper::{Daemon, Nodes};
 
 use super::each_node::EachNode;
 use super::probe::{PROBE_WAIT, seen};
@@ -16,7 +16,7 @@ use training_state::run::{
     CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDescription, RunDir, RunId,
     resolved,
 };
-use training_state::store::StoreFiles;
+use training_state::store::{StoreError, StoreFiles};
 
 /// The place of this process's part of a run.
 #[derive(Clone)]
@@ -219,10 +219,19 @@ impl Site {
                 "the state of node {node} is older than the run"
             )));
         }
-        if settings.offload.socket.is_some() {
-            return Ok(None);
-        }
         let job = self.found.id.of_node(node, &run_dir).job;
+        if let Some(socket) = &settings.offload.socket {
+            // The start itself reports a daemon that cannot be asked.
+            let Ok(daemon) = Daemon::connect(socket) else {
+                return Ok(None);
+            };
+            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+            let mut jobs = jobs.iter().filter(|found| found.job == job);
+            let has_state = jobs.any(|found| found.newest_generation.0 > 0);
+            let socket = socket.display();
+            let words = || format!("the store of the daemon on {socket} has no state of job {job}");
+            return Ok((!has_state).then(words));
+        }
         let files = StoreFiles::new(&settings.placement.nvme_paths, &job, 0);
         let mut paths = files.paths().iter();
         let missing = paths.find(|path| !path.exists());

@@ -15,6 +15,8 @@ use training_state::fingerprint::Fingerprint;
 /// Limit defined by the format.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 const LENGTH_BYTES: u64 = 8;
+/// How a file begins that Git LFS left in the place of a large one.
+const GIT_LFS: &[u8; LENGTH_BYTES as usize] = b"version ";
 /// Key of the file's own description, which is not a tensor.
 const METADATA: &str = "__metadata__";
 /// Bytes at the start and at the end of the data that are part of a file's fingerprint.
@@ -78,6 +80,11 @@ impl WeightsFile {
         let mut length = [0; LENGTH_BYTES as usize];
         read(0, &mut length)?;
         let header_bytes = u64::from_le_bytes(length);
+        if length == *GIT_LFS {
+            return Err(wrong(
+                "it is a Git LFS pointer to the weights: bring them with `git lfs pull`, or download the model with `hf download`".into(),
+            ));
+        }
         if header_bytes > HEADER_BYTES_MAX {
             return Err(wrong(format!("its header has {header_bytes} bytes")));
         }

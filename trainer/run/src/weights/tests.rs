@@ -222,6 +222,10 @@ fn an_invalid_header_is_reported() {
         (with_header("[]", b""), "a table of tensors"),
         (with_header("\u{1}\u{2}", b""), "its header is invalid: "),
         (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0".to_vec(),
+            "bring them with `git lfs pull`",
+        ),
+        (
             u64::MAX.to_le_bytes().to_vec(),
             "its header has 18446744073709551615 bytes",
         ),

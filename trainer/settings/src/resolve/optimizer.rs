@@ -324,7 +324,7 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     } else if kind.starts_with("adamw") {
         "use \"AdamW\""
     } else {
-        "use \"AdamW\", \"Adam\" or \"Lion\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; for a smaller state use \"Lion\" and optimizer.moments = \"bf16\""
+        "use \"AdamW\", \"Adam\", \"Lion\" or \"Muon\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; for a smaller state use \"Lion\" and optimizer.moments = \"bf16\""
     }
 }
 

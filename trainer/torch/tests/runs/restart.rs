@@ -4,7 +4,7 @@
 use std::process::Child;
 
 use crate::daemon::Daemon;
-use crate::harness::{Harness, finish, spawn, until};
+use crate::harness::{Harness, finish, spawn, succeed, until};
 
 const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
 
@@ -13,6 +13,27 @@ const RESTARTS: u64 = 3;
 
 /// More steps than the restarts need, so that the run continues meanwhile.
 const STEPS: &str = "train.steps=40";
+
+#[test]
+fn a_run_whose_shared_store_is_lost_goes_on_from_its_newest_checkpoint() {
+    let (first, second) = (Harness::new(), Harness::new());
+    let sets = [
+        "train.steps=4",
+        "train.checkpoint_every=1",
+        "zero_optimization.offload_param.device=nvme",
+    ];
+    let run = |daemon: &Daemon| first.run("run", &sets).with(&[NVME]).with(&daemon.socket());
+    run(&Daemon::start(&first))
+        .with(&["train.stop_after=2"])
+        .train();
+    // Another store, as after a drive was lost and the devices were formatted again.
+    let daemon = Daemon::start(&second);
+    assert!(run(&daemon).refused().contains("has no generation of job"));
+    let mut command = run(&daemon).command("train");
+    command.args(["--resume-from", "newest"]);
+    let said = succeed(command);
+    assert!(said.contains("resumed at step 2"), "{said}");
+}
 
 #[test]
 fn three_restarts_of_the_daemon_change_no_bit_of_a_run() {
