@@ -231,7 +231,7 @@ keys! {
         #[default("all")]
         #[example("1000")]
         pub max_samples: Option<u64>,
-        /// Fraction of the documents in data.files that is reserved for evaluation.
+        /// Fraction of the documents in data.files that is reserved for evaluation; of a single one, its last windows.
         #[default("0.0")]
         #[example("0.05")]
         pub validation_fraction: Option<f64>,
