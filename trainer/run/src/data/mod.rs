@@ -67,6 +67,7 @@ pub struct Data {
     passed_over: usize,
     findings: Findings,
     chat_format: Option<ChatFormat>,
+    tokenizer_warning: Option<String>,
 }
 
 /// Tokens in which documents are counted for a plan.
@@ -167,6 +168,7 @@ impl Data {
                 findings
             },
             chat_format: corpus.chat_format(),
+            tokenizer_warning: corpus.tokenizer.warning(),
         })
     }
 
@@ -233,7 +235,9 @@ impl Data {
 
     /// Describes what a person should know before a run trains on the data, each finding in a line.
     pub fn warnings(&self) -> Vec<String> {
-        self.findings.lines()
+        let mut lines = self.findings.lines();
+        lines.extend(self.tokenizer_warning.clone());
+        lines
     }
 
     /// Fingerprint of the tokens, to detect that they changed between two starts.

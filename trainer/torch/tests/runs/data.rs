@@ -63,7 +63,7 @@ fn only_answers_are_learned_if_loss_on_says_so() {
     ];
     let answers = chat_run(&harness, "answers", &sets).with(&["data.loss_on=completions"]);
     let said = answers.train();
-    assert!(said.contains("documents end with <|im_end|>"), "{said}");
+    assert!(said.contains("a text ends with <|im_end|>"), "{said}");
     assert!(
         said.contains("400 documents") && said.contains("of them count in the loss"),
         "{said}"

@@ -21,6 +21,23 @@ const FILE_BYTES_MAX: u64 = 1 << 30;
 /// hundred bytes for each of its bytes.
 const COUNTED_BYTES_MAX: usize = 16 << 20;
 
+fn message(role: &str, content: &str) -> Value {
+    let keys = [("role", role), ("content", content)];
+    let keys = keys.map(|(key, value)| (key, Value::from(value)));
+    Value::from(keys.into_iter().collect::<Map>())
+}
+
+/// Tokens that a template puts between angle brackets and the tokenizer does not have.
+fn missing(template: &Template, tokenizer: &Tokenizer) -> Vec<String> {
+    let roles = ["system", "user", "assistant"];
+    let messages = roles.map(|role| message(role, "Words"));
+    let text = template.text(&messages, None).map(|chat| chat.text);
+    let tokens = templates::tokens(&text.unwrap_or_default()).into_iter();
+    tokens
+        .filter(|token| tokenizer.token_to_id(token).is_none())
+        .collect()
+}
+
 /// Tokenizer with the files beside it.
 pub(in crate::data) struct HuggingFace {
     path: PathBuf,
@@ -81,12 +98,7 @@ impl HuggingFace {
                 None => text(name, "data.chat_template")?,
             }),
         };
-        let missing = match (template.and_then(templates::named), &source) {
-            (Some(_), Some(source)) => templates::tokens(source)
-                .filter(|token| inner.token_to_id(token).is_none())
-                .collect(),
-            _ => Vec::new(),
-        };
+        let is_known = template.and_then(templates::named).is_some();
         let names_template = template.is_some();
         let template_key = template.map_or(key, |_| "data.chat_template");
         let template = source
@@ -96,6 +108,10 @@ impl HuggingFace {
                 key: template_key,
                 message: format!("the chat template of {}: {message}", dir.display()),
             })?;
+        let missing = match template.as_ref().filter(|_| is_known) {
+            Some(template) => missing(template, &inner),
+            None => Vec::new(),
+        };
         let ids_end = inner
             .get_vocab(true)
             .into_values()
@@ -139,18 +155,21 @@ impl HuggingFace {
 
     pub(super) fn describe(&self) -> String {
         let eos = match (&self.special.eos, self.eos) {
-            (Some(token), _) => format!("documents end with {token}"),
-            (None, Some(id)) => format!("documents end with token {id}"),
-            (None, None) => "no token ends a document: its directory names none".into(),
+            (Some(token), _) => format!("a text ends with {token}"),
+            (None, Some(id)) => format!("a text ends with token {id}"),
+            (None, None) => "no token ends a text: its directory names none".into(),
         };
-        let mut text = format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end);
-        if !self.missing.is_empty() {
-            text += &format!(
-                "; it lacks {} of data.chat_template, which become several tokens each",
+        format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end)
+    }
+
+    /// What a person should know of the template.
+    pub(super) fn warning(&self) -> Option<String> {
+        (!self.missing.is_empty()).then(|| {
+            format!(
+                "data.chat_template: the tokenizer lacks {}, which become several tokens each: the end of an answer may be none that generation stops at. Use a template whose tokens it has",
                 self.missing.join(" and ")
-            );
-        }
-        text
+            )
+        })
     }
 
     pub(super) fn ids_end(&self) -> u64 {
@@ -168,11 +187,6 @@ impl HuggingFace {
     /// The template that the run names, and the token that ends an answer in it.
     pub(super) fn chat_format(&self) -> Option<ChatFormat> {
         let template = (self.template.as_ref()).filter(|_| self.names_template)?;
-        let message = |role: &str, content: &str| {
-            let keys = [("role", role), ("content", content)];
-            let keys = keys.map(|(key, value)| (key, Value::from(value)));
-            Value::from(keys.into_iter().collect::<Map>())
-        };
         let messages = [message("user", "Question"), message("assistant", "Answer")];
         let answer_end = template.text(&messages, None).ok().and_then(|chat| {
             let (_, end) = chat.text.rsplit_once("Answer")?;

@@ -187,6 +187,14 @@ impl Tokenizer {
         }
     }
 
+    /// What a person should know before a run trains with it.
+    pub(super) fn warning(&self) -> Option<String> {
+        match self {
+            Self::Bytes | Self::Ids(_) => None,
+            Self::HuggingFace(found) => found.warning(),
+        }
+    }
+
     /// The format of conversations that the run names.
     pub(super) fn chat_format(&self) -> Option<ChatFormat> {
         match self {

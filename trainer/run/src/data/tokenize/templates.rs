@@ -1,5 +1,6 @@
 //! Chat templates that a run can name. They have the format of the family, and add no system message of their own.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Puts a system message before the words of the first question, for families that have no role for it. Each
@@ -102,13 +103,17 @@ pub(super) fn named(name: &Path) -> Option<&'static str> {
     found.map(|(_, template)| *template)
 }
 
-/// Lists the tokens between angle brackets in a template, each once.
-pub(super) fn tokens(template: &str) -> impl Iterator<Item = String> {
-    let parts = template.split(['\'', '\\']);
-    let tokens = parts
-        .filter(|part| part.starts_with('<') && part.ends_with('>') && !part.starts_with("<<"));
-    let unique: std::collections::BTreeSet<String> = tokens.map(str::to_owned).collect();
-    unique.into_iter()
+/// Lists the tokens between angle brackets in a conversation, each once.
+pub(super) fn tokens(conversation: &str) -> BTreeSet<String> {
+    let begins = conversation.match_indices('<').map(|(at, _)| at);
+    // Llama 2 has <<SYS>>, which is no token.
+    let alone = begins.filter(|&at| !conversation[..at].ends_with('<'));
+    let tokens = alone.filter_map(|at| {
+        let (inner, _) = conversation[at + 1..].split_once('>')?;
+        let is_word = !inner.contains(|part: char| part == '<' || part.is_whitespace());
+        is_word.then(|| format!("<{inner}>"))
+    });
+    tokens.collect()
 }
 
 /// Lists the names of all templates.
@@ -204,8 +209,8 @@ mod tests {
                 .collect();
             assert_eq!(found, said, "{name}");
         }
-        let tokens: Vec<String> = tokens(CHATML).collect();
-        assert_eq!(tokens, ["<|im_end|>", "<|im_start|>"]);
+        let found = tokens("<|im_start|>user\n<<SYS>>\n1 < 2 > 0<|im_end|>\n");
+        assert_eq!(Vec::from_iter(found), ["<|im_end|>", "<|im_start|>"]);
         assert_eq!(NAMED.len(), 10, "each is in the test");
         assert!(named(Path::new("chatml.jinja")).is_none());
     }

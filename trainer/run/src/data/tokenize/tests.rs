@@ -339,6 +339,23 @@ fn a_tokenizer_of_another_model_is_refused() {
 }
 
 #[test]
+fn tokens_of_a_named_template_that_a_tokenizer_lacks_are_warned_of() {
+    let dir = fixtures().join("qwen");
+    let lacking = |name: &str| {
+        let tokenizer = open(&dir, Some(Path::new(name)), 360).unwrap();
+        let warning = tokenizer.warning().unwrap_or_default();
+        let lacking = warning.split_once(" lacks ").map(|(_, rest)| rest);
+        let (lacking, _) = lacking.and_then(|rest| rest.split_once(", "))?;
+        Some(lacking.to_owned())
+    };
+    assert_eq!(lacking("chatml"), None);
+    assert_eq!(
+        lacking("phi3").as_deref(),
+        Some("<|assistant|> and <|end|> and <|system|> and <|user|>")
+    );
+}
+
+#[test]
 fn an_invalid_tokenizer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
