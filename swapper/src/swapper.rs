@@ -121,6 +121,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     abandoned: bool,
     /// A scatter was interrupted: the step's gradients are not whole.
     torn: bool,
+    /// States were revised in this step, which is not finished.
+    revised: bool,
     stopped: bool,
 }
 
@@ -167,6 +169,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             interrupt: None,
             abandoned: false,
             torn: false,
+            revised: false,
             stopped: false,
         };
         Ok((swapper, opened))
@@ -402,8 +405,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Calls `revise` with the gradients of `unit`'s ranges in order, as many at a time as are in slots, and with their states, which it may change before
-    /// the update. [`Swapper::settle_updates_before`] comes before a step's first revision, and the step must then be finished: what was changed
-    /// cannot be dropped.
+    /// the update. [`Swapper::settle_updates_before`] comes before a step's first revision, and nothing but the rest of the step may follow it: what was
+    /// changed cannot be dropped, and is not committed before the step is finished.
     ///
     /// # Errors
     /// The error of `revise`, after which nothing more is served, or one of the swapper.
@@ -421,6 +424,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             .into());
         }
         let layout = self.layout.clone();
+        self.revised = true;
         self.serve(Op::Revise { unit }, |lent| {
             let mut parts: Vec<Revision> = lent
                 .iter_mut()
@@ -493,6 +497,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let io = self.join(None, &StepProgram::default());
         // An interrupted step ends all the same.
         self.begun.clear();
+        self.revised = false;
         let io = io?;
         Ok(self.count(io))
     }
@@ -593,6 +598,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// Like [`Swapper::settle_updates`] in the middle of a step, of which the operations `rest` are to come. Revised states are written after the last
     /// commit, which may need the slots that they take.
     pub fn settle_updates_before(&mut self, rest: &StepProgram) -> Result<(), SwapperError> {
+        self.check_finished()?;
         self.settle_updates()?;
         let ops = self.plan_ops(&self.pending, false, rest);
         self.send(Message::Plan {
@@ -728,6 +734,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         // What has begun ends before the rest is updated.
         self.begun.clear();
         self.torn = false;
+        self.revised = false;
         let update = hyper.is_some();
         let updated = std::mem::take(&mut self.scattered);
         let updated: Vec<usize> = updated.into_iter().filter(|_| update).collect();

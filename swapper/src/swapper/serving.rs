@@ -179,12 +179,14 @@ impl<H: Clone + Send + 'static> Swapper<H> {
 
     /// Refuses what would see or lose a part of a step.
     pub(super) fn check_finished(&self) -> Result<(), SwapperError> {
-        match self.begun.is_empty() {
-            true => Ok(()),
-            false => Err(SwapperError::Program {
-                what: "updates of this step have begun: finish it first".into(),
-            }),
-        }
+        let what = match (self.begun.is_empty(), self.revised) {
+            (true, false) => return Ok(()),
+            (_, true) => {
+                "a step that changed optimizer state was not finished: start again, which resumes after the last commit"
+            }
+            (false, _) => "updates of this step have begun: finish it first",
+        };
+        Err(SwapperError::Program { what: what.into() })
     }
 
     pub(super) fn check_whole(&self) -> Result<(), SwapperError> {

@@ -194,6 +194,31 @@ fn steps(settings: &SwapperSettings, last: u64, rewritten: u64) -> Contents {
 }
 
 #[test]
+fn nothing_but_the_rest_of_a_step_follows_a_revision() {
+    let settings = settings(Schedule::Deferred, Backing::Memory);
+    let (mut swapper, ..) = toy::open(&settings).unwrap();
+    let again = [Op::Revise { unit: REVISED }, Op::Scatter { unit: REVISED }];
+    let rest = StepProgram::new(again.to_vec()).unwrap();
+    scatter(&mut swapper, 1, &again).unwrap();
+    swapper.settle_updates_before(&rest).unwrap();
+    (swapper.revise(REVISED, |_| Ok::<(), SwapperError>(()))).unwrap();
+    for refused in [
+        swapper.begin_step(StepProgram::default()),
+        swapper.settle_updates_before(&rest),
+        swapper.skip_step(toy::blob(1)).map(drop),
+        swapper.drain(),
+    ] {
+        let Err(SwapperError::Program { what }) = refused else {
+            panic!("{refused:?}");
+        };
+        assert!(what.contains("start again"), "{what}");
+    }
+    (swapper.scatter(REVISED, |_| Ok::<(), SwapperError>(()))).unwrap();
+    swapper.finish_step(1, toy::blob(1)).unwrap();
+    swapper.drain().unwrap();
+}
+
+#[test]
 fn mixed_units_train_in_memory_as_plain_vectors_do() {
     for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let settings = settings(schedule, Backing::Memory);
