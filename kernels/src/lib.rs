@@ -11,7 +11,7 @@
 //! A result depends on its arguments alone: the instruction set, the number of threads and the cut into ranges change
 //! no bit. `adamw/scalar.rs` and `reduce/scalar.rs` define the bits.
 //!
-//! `unsafe` is denied except in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs` and `gpu`.
+//! `unsafe` is denied except in `cast.rs`, `adamw/avx2.rs`, `adamw/avx512.rs`, `reduce/avx2.rs`, one call in `muon.rs`, and `gpu`.
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 

@@ -6,11 +6,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, state_tile_bytes, step_range,
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, state_planes, state_tile_bytes,
+    step_range,
 };
+use kernels::cast::view_mut;
 use kernels::gpu::TileUpdater;
+use kernels::muon::MomentumStep;
 use kernels::reduce::GradType;
-use swapper::{Optimizer, OtherState, TileBytes, TileRange, TileUpdate};
+use swapper::{Optimizer, OtherState, Revision, TileBytes, TileRange, TileUpdate};
 
 /// Threads that stream tiles through a GPU: for one that copies to the GPU, one that computes and one that copies back, one more each, because
 /// a thread that waited for a copy wakes late on busy cores. With bf16 masters and moments in host memory, beside 13 threads of the CPU, an
@@ -236,6 +239,23 @@ pub fn parts<'a, T>(
         let end = elems.end.min(tile.end) - tile.start;
         (start as usize..end as usize, value)
     })
+}
+
+/// Updates the momenta of a tile of `format` by its gradients of type `grads`, and replaces these by what is to be made orthogonal. `steps` has elements of
+/// the tile and their steps; all other elements stay as they are.
+pub fn mix(
+    format: TileFormat,
+    grads: GradType,
+    tile: &mut Revision<'_>,
+    steps: impl IntoIterator<Item = (Range<usize>, MomentumStep)>,
+) {
+    let elems = &tile.range.elems;
+    let [_, momenta, ..] = state_planes(format, (elems.end - elems.start) as usize);
+    let momenta = view_mut::<f32>(&mut tile.state[momenta]);
+    for (elems, step) in steps {
+        let bytes = elems.start * grads.elem_bytes()..elems.end * grads.elem_bytes();
+        step.apply(&mut momenta[elems], grads, &mut tile.grad[bytes]);
+    }
 }
 
 /// A step over one tile.

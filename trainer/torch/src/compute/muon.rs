@@ -42,14 +42,10 @@ impl Engine {
         let shape = [elems as i64];
         let mut momentum = device_view(momentum, Kind::Float, momentum_at, &shape)?;
         let mut grads = device_view(grads, self.kind(), grads_at, &shape)?;
-        let part = f64::from(1.0 - step.decay);
-        // Each operation rounds once, as on the processor.
         let scaled = (grads.f_to_kind(Kind::Float)?).f_mul_scalar(f64::from(step.grad_scale))?;
-        let change = scaled.f_sub(&momentum)?.f_mul_scalar(part)?;
-        let _ = momentum.f_add_(&change)?;
+        let _ = momentum.f_lerp_(&scaled, 1.0 - step.decay)?;
         if step.nesterov {
-            let change = scaled.f_sub(&momentum)?.f_mul_scalar(part)?;
-            grads.f_copy_(&momentum.f_add(&change)?)?;
+            grads.f_copy_(&scaled.f_lerp(&momentum, step.decay)?)?;
         } else {
             grads.f_copy_(&momentum)?;
         }

@@ -11,8 +11,6 @@
 
 use std::ops::Range;
 
-use kernels::adamw::state_planes;
-use kernels::cast::view_mut;
 use kernels::muon::MomentumStep;
 use kernels_torch::NewtonSchulz;
 use rayon::prelude::*;
@@ -23,12 +21,12 @@ use crate::compute::{ComputeError, Engine};
 use training_run::config::RunSettings;
 use training_run::plan::Plan;
 use training_state::backend::GpuBackend;
-use training_state::update::{TileFormats, parts};
+use training_state::update::{TileFormats, mix, parts};
 
 /// What Muon does with a run's matrices.
 pub(in crate::train) struct Muon {
     pub(super) iteration: NewtonSchulz,
-    decay: f32,
+    decay: f64,
     nesterov: bool,
     formats: TileFormats,
     elem_bytes: usize,
@@ -53,7 +51,7 @@ impl Muon {
                 steps: muon.ns_steps,
                 coefficients: muon.ns_coefficients,
             },
-            decay: muon.momentum as f32,
+            decay: muon.momentum,
             nesterov: muon.nesterov,
             elem_bytes: plan.formats.master().param_bytes(),
             formats: plan.formats.clone(),
@@ -73,14 +71,10 @@ impl Muon {
     /// Updates the momenta of tiles and puts mixtures in place of their gradients.
     pub(super) fn mix(&self, step: &MomentumStep, tiles: &mut [Revision<'_>]) {
         tiles.par_iter_mut().for_each(|tile| {
-            let elems = &tile.range.elems;
             let format = self.formats.of_tile(tile.range);
-            let [_, momenta, ..] = state_planes(format, (elems.end - elems.start) as usize);
-            let momenta = view_mut::<f32>(&mut tile.state[momenta]);
-            for (within, ()) in parts(elems, &self.matrices[tile.range.unit]) {
-                let grads = &mut tile.grad[self.bytes(&within)];
-                step.apply(&mut momenta[within], format.master.grad_type(), grads);
-            }
+            let steps = parts(&tile.range.elems, &self.matrices[tile.range.unit])
+                .map(|(within, ())| (within, *step));
+            mix(format, format.master.grad_type(), tile, steps);
         });
     }
 
