@@ -61,7 +61,10 @@ pub(crate) fn exception(error: CheckpointError) -> pyo3::PyErr {
 
 /// What two runs must have in common for one to load the other's tiles. `frozen` is the sum of all ranks' `frozen`.
 fn layout(plan: &Plan, frozen: u64) -> Value {
-    let unit = |unit: &UnitPlan| json!([unit.elems, unit.dtype, unit.trained]);
+    let unit = |unit: &UnitPlan| match unit.muon {
+        true => json!([unit.elems, unit.dtype, unit.trained, "Muon"]),
+        false => json!([unit.elems, unit.dtype, unit.trained]),
+    };
     let units: Vec<_> = plan.units.iter().map(unit).collect();
     let all_nodes = SwapperSettings {
         node_ranks: None,

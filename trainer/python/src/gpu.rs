@@ -28,7 +28,7 @@ use kernels::gpu::{
 };
 use kernels::reduce::GradType;
 use pyo3::prelude::*;
-use swapper::{ArenaMemory, SwapperError};
+use swapper::{ArenaMemory, Revision, SwapperError};
 
 use crate::format::{Format, ParamPlan, UpdateFormat};
 use crate::{Core, Error, OpenRun, failed, memory};
@@ -90,6 +90,8 @@ struct Progress {
     jobs: usize,
     failure: Option<PyErr>,
     uploads: HashMap<usize, Upload>,
+    /// Buffers of gradients, by slot, to which mixtures come.
+    mixtures: HashMap<usize, Upload>,
     leaving: HashMap<usize, Leaving>,
 }
 
@@ -532,7 +534,66 @@ impl GpuMover {
         }
     }
 
-    /// Begins to take `unit`'s gradients, which `stream` writes to `address`, the buffer `slot`, to their tiles.
+    /// Updates the momenta of `unit`, and brings what is to be made orthogonal to `address`, the buffer `slot`, after what `stream` has enqueued, which
+    /// then waits for it. As `Core.revise`; `hand_over` must follow, which `replaces`.
+    fn revise(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        slot: usize,
+        address: usize,
+        stream: usize,
+    ) -> PyResult<()> {
+        let Some(UpdateFormat { grads, .. }) = self.units[unit].format.update else {
+            return Err(Error::new_err(format!("unit {unit} is not trained")));
+        };
+        let to = self.buffer(unit, address, grads.elem_bytes());
+        let stream = memory::torch_stream(&self.gpu, stream);
+        let after = py.detach(|| stream.record()).map_err(gpu_failed)?;
+        let mover = self.mover();
+        mover
+            .shared
+            .change(|progress| drop(progress.mixtures.insert(slot, Upload::Coming)));
+        let (shared, gpu, up) = (mover.shared.clone(), self.gpu.clone(), self.up.clone());
+        let own = &self.units[unit].own;
+        let mut left = own.end - own.start;
+        mover.post(move |run| {
+            up.wait(&after)?;
+            let arrived = || -> Result<(), GpuError> {
+                let enqueued = Upload::Enqueued(Arc::new(up.record()?));
+                shared.change(|progress| drop(progress.mixtures.insert(slot, enqueued)));
+                Ok(())
+            };
+            if left == 0 {
+                arrived()?;
+            }
+            run.revise(unit, |tiles| {
+                let elems = tiles.iter().map(|tile| &tile.range.elems);
+                left -= elems.map(|elems| elems.end - elems.start).sum::<u64>();
+                let at = |tile: &Revision| tile.range.elems.start as usize * grads.elem_bytes();
+                let pieces = tiles.iter().map(|tile| (at(tile), &*tile.grad));
+                let pieces: Vec<(usize, &[u8])> = pieces.collect();
+                gpu.upload_then(&up, &to, &pieces, || {
+                    if left == 0 {
+                        arrived()?;
+                    }
+                    Ok(())
+                })?;
+                Ok::<(), MoveError>(())
+            })
+        });
+        let arrived = mover.shared.wait(py, |progress| {
+            match progress.mixtures.get(&slot).expect("inserted above") {
+                Upload::Coming => None,
+                Upload::Enqueued(event) => Some(event.clone()),
+            }
+        })?;
+        py.detach(|| stream.wait(&arrived)).map_err(gpu_failed)
+    }
+
+    /// Begins to take `unit`'s gradients, which `stream` writes to `address`, the buffer `slot`, to their tiles. Unless it `replaces` what is there, it adds
+    /// to gradients that have come in this step.
+    #[allow(clippy::too_many_arguments, reason = "where a buffer lies")]
     fn hand_over(
         &self,
         py: Python<'_>,
@@ -540,6 +601,7 @@ impl GpuMover {
         slot: usize,
         address: usize,
         stream: usize,
+        replaces: bool,
     ) -> PyResult<()> {
         let Some(UpdateFormat { grads, .. }) = self.units[unit].format.update else {
             return Err(Error::new_err(format!("unit {unit} is not trained")));
@@ -568,7 +630,7 @@ impl GpuMover {
             if own.is_empty() {
                 left_gpu()?;
             }
-            let add = run.swapper.has_gradients(unit);
+            let add = !replaces && run.swapper.has_gradients(unit);
             run.swapper.scatter(unit, |parts| {
                 if add {
                     let earlier: Vec<(Range<u64>, &[u8])> = parts

@@ -35,7 +35,10 @@ use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
-use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
+use swapper::{
+    ArenaMemory, Canceller, Op, Revision, StepIo, StepProgram, Swapper, SwapperError, UninitTile,
+};
+use training_state::update::{mix, parts};
 
 use crate::errors::{Error, Signals, failed};
 use crate::format::{Format, ParamPlan, UpdateFormat};
@@ -44,7 +47,7 @@ use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
 use crate::open::{Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
-use crate::update::StepHyper;
+use crate::update::{Directions, StepHyper};
 
 /// A run's tiles, and the daemon that has them where it is this run's own.
 struct OpenRun {
@@ -55,14 +58,15 @@ struct OpenRun {
     clock: Clock,
     /// What the step that ended last moved.
     io: StepIo,
+    /// With Muon, what the present step needs between backward and its updates.
+    directions: Option<Directions>,
     /// The memory that tiles pass through, for a GPU to pin.
     arena: Option<ArenaMemory>,
     _daemon: Option<PrivateDaemon>,
 }
 
 impl OpenRun {
-    /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`. Every core writes some of them:
-    /// the first content of host memory costs a page fault for every 4 KiB.
+    /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`.
     fn write(
         &mut self,
         unit: usize,
@@ -71,20 +75,10 @@ impl OpenRun {
     ) -> Result<(), SwapperError> {
         let param_bytes = self.formats[unit].param_bytes;
         self.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
-            let write_all = |tiles: &mut [UninitTile<'_>]| {
-                for tile in tiles {
-                    let from = memory::elements(address, &tile.range.elems, param_bytes);
-                    write(from, tile);
-                }
-            };
-            let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-            let (first, rest) = tiles.split_at_mut(tiles.len().div_ceil(cores));
-            // Threads of their own: a pool would be lost to a process that forks.
-            std::thread::scope(|scope| {
-                for tiles in rest.chunks_mut(first.len().max(1)) {
-                    scope.spawn(|| write_all(tiles));
-                }
-                write_all(first);
+            // The first content of host memory costs a page fault for every 4 KiB.
+            on_all_cores(tiles, |tile| {
+                let from = memory::elements(address, &tile.range.elems, param_bytes);
+                write(from, tile);
             });
             Ok(())
         })
@@ -114,6 +108,33 @@ impl OpenRun {
         Ok(squares)
     }
 
+    /// Updates the momenta of `unit`, and passes what is to be made orthogonal, which is in its gradients' place then, to `take`: all tiles that are
+    /// in slots at a time.
+    fn revise<E: From<SwapperError>>(
+        &mut self,
+        unit: usize,
+        mut take: impl FnMut(&mut [Revision<'_>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (Some(UpdateFormat { format, grads }), Some(directions)) =
+            (self.formats[unit].update, &mut self.directions)
+        else {
+            let what = format!("unit {unit} is revised in no step of Muon");
+            return Err(SwapperError::Program { what }.into());
+        };
+        let before = self.plan.units[..unit].iter();
+        let first = before.map(|unit| unit.params.len()).sum();
+        let steps = directions.of_unit(&self.plan.units[unit].params, first);
+        directions.left.retain(|&one| one != unit);
+        self.swapper.revise(unit, |tiles| {
+            on_all_cores(tiles, |tile| {
+                let elems = tile.range.elems.clone();
+                let steps = parts(&elems, &steps).map(|(elems, step)| (elems, *step));
+                mix(format, grads, tile, steps);
+            });
+            take(tiles)
+        })
+    }
+
     /// The elements of some of `unit`'s parameters, by their numbers within it.
     fn whole_params(&self, unit: usize, params: &[usize]) -> Vec<(Range<u64>, usize)> {
         let all = &self.plan.units[unit].params;
@@ -123,6 +144,19 @@ impl OpenRun {
         };
         params.iter().map(whole).collect()
     }
+}
+
+/// Calls `work` with each of `tiles`, on every core for some of them.
+fn on_all_cores<T: Send>(tiles: &mut [T], work: impl Fn(&mut T) + Sync) {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let (first, rest) = tiles.split_at_mut(tiles.len().div_ceil(cores));
+    // Threads of their own: a pool would be lost to a process that forks.
+    std::thread::scope(|scope| {
+        for tiles in rest.chunks_mut(first.len().max(1)) {
+            scope.spawn(|| tiles.iter_mut().for_each(&work));
+        }
+        first.iter_mut().for_each(&work);
+    });
 }
 
 /// The state (JSON) that was saved with the checkpoint in `dir`.
@@ -248,6 +282,9 @@ type Groups = Vec<(f64, f64, f64, f64, f64)>;
 
 /// Of each parameter in the units' order its group, the number of its update from 1 or 0 for no update, and the factor of its gradient.
 type OfParams = Vec<(usize, u64, f64)>;
+
+/// What changes momenta, of each parameter in the units' order: decay, Nesterov's mixture or not, factor of the gradient.
+type Momenta = Vec<Option<(f64, bool, f64)>>;
 
 /// What is committed beside the tiles.
 type Blob = Option<Py<PyBytes>>;
@@ -470,6 +507,57 @@ impl Core {
             run.io = run.swapper.finish_unsealed(Some(hyper))?;
             Ok(())
         })
+    }
+
+    /// Waits until momenta may change, in a step of Muon: `units` are revised in this order, each before the next one. `momenta` has for each parameter
+    /// in the units' order the decay of its momentum, whether Nesterov's mixture is made orthogonal, and the factor of its gradient; None where no momentum
+    /// changes. The step must be finished, with the same `groups` and `of_params`.
+    fn begin_directions(
+        &self,
+        py: Python<'_>,
+        units: Vec<usize>,
+        momenta: Momenta,
+        groups: Groups,
+        of_params: OfParams,
+    ) -> PyResult<()> {
+        self.with(py, |run| {
+            let hyper = StepHyper::new(&groups, &of_params);
+            let directions = Directions::new(hyper, &momenta, units);
+            run.swapper.settle_updates_before(&directions.rest()?)?;
+            run.directions = Some(directions);
+            Ok(())
+        })
+    }
+
+    /// Updates the momenta of `unit`, and writes what is to be made orthogonal to `address`, in the type of its gradients. `write_gradients` of the
+    /// directions must follow, then `update_revised`.
+    fn revise(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
+        self.with(py, |run| {
+            let grads = run.formats[unit].update.map(|update| update.grads);
+            run.revise(unit, |tiles| {
+                for tile in tiles {
+                    let bytes = grads.expect("it is trained").elem_bytes();
+                    memory::write(address, &tile.range.elems, bytes, tile.grad);
+                }
+                Ok::<(), SwapperError>(())
+            })
+        })
+    }
+
+    /// Begins to update `unit`, which has its directions.
+    fn update_revised(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
+        let update = move |run: &mut OpenRun| {
+            let directions = (run.directions.as_ref()).expect("the unit was revised");
+            let rest = directions.rest()?;
+            (run.swapper).update_revised(unit, &directions.hyper, &rest)
+        };
+        match self.mover.get() {
+            Some(mover) => {
+                mover.post(move |run| Ok(update(run)?));
+                Ok(())
+            }
+            None => self.with(py, update),
+        }
     }
 
     /// Begins to update the units whose gradients have come in this step, while others are still to come. `hyper` has what `finish` takes, of

@@ -90,9 +90,9 @@ pub(crate) struct UnitPlan {
     /// Of gradients, as they come and in tiles: `dtype`, or `float32`, whose sums over several passes are not rounded.
     pub(crate) gradient_dtype: String,
     pub(crate) trained: bool,
-    /// Whether it has matrices that Muon updates, or their momentum: tiles without moments.
+    /// Whether Muon updates its parameters: tiles with one moment, which directions are made of.
     #[serde(default)]
-    muon: bool,
+    pub(crate) muon: bool,
     pub(crate) params: Vec<ParamPlan>,
 }
 
@@ -117,7 +117,7 @@ impl RunOptimizer {
 
     fn rule(self, unit: &UnitPlan) -> UpdateRule {
         match self {
-            _ if unit.muon => UpdateRule::Sgd,
+            _ if unit.muon => UpdateRule::Muon,
             Self::AdamW | Self::Muon => UpdateRule::AdamW,
             Self::Lion => UpdateRule::Lion,
         }
@@ -177,7 +177,7 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
         }),
         trained: update.is_some(),
         other_state: None,
-        revised: false,
+        revised: (update.as_ref()).is_some_and(|update| update.format.rule == UpdateRule::Muon),
         external: false,
     }
 }
@@ -390,6 +390,7 @@ pub(crate) fn open(
         reporter: Reporter::new(&settings, bytes, &opened, gpu),
         clock: Clock::new(),
         io: StepIo::default(),
+        directions: None,
         swapper,
         plan,
         formats,

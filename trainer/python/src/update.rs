@@ -1,16 +1,18 @@
 //! Arithmetic over tiles: an optimizer's scalars by parameter groups, sums of gradients and their norms.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
 use kernels::adamw::{
-    Hyper, Master, Rounding, init_tile, read_masters, read_moments, state_planes, state_tile_bytes,
-    write_moments,
+    Hyper, Master, Rounding, UpdateRule, init_tile, read_masters, read_moments, state_planes,
+    state_tile_bytes, write_moments,
 };
 use kernels::gpu::TileUpdater;
+use kernels::muon::MomentumStep;
 use kernels::reduce::GradType;
-use swapper::{TileRange, UninitTile};
+use swapper::{Op, StepProgram, SwapperError, TileRange, UninitTile};
 use training_state::update::{Scalars, StepPart, TileStep, parts, rounding};
 
 use crate::format::{Format, ParamPlan, UpdateFormat};
@@ -44,6 +46,54 @@ impl StepHyper {
     }
 }
 
+/// What a step needs between backward and its updates, with Muon.
+pub(crate) struct Directions {
+    pub(crate) hyper: StepHyper,
+    /// The step of each parameter's momentum, in the units' order; `None` if it has no momentum or got no gradient.
+    steps: Vec<Option<MomentumStep>>,
+    /// The units that are still to be revised, in this order.
+    pub(crate) left: VecDeque<usize>,
+}
+
+impl Directions {
+    /// `steps` has decay, Nesterov's mixture or not, and the factor of the gradient.
+    pub(crate) fn new(
+        hyper: StepHyper,
+        steps: &[Option<(f64, bool, f64)>],
+        units: Vec<usize>,
+    ) -> Self {
+        let step = |&(decay, nesterov, grad_scale): &(f64, bool, f64)| MomentumStep {
+            decay,
+            nesterov,
+            grad_scale: grad_scale as f32,
+        };
+        Self {
+            hyper,
+            steps: steps.iter().map(|one| one.as_ref().map(step)).collect(),
+            left: units.into(),
+        }
+    }
+
+    /// The operations that are still to come.
+    pub(crate) fn rest(&self) -> Result<StepProgram, SwapperError> {
+        let of_unit = |&unit: &usize| [Op::Revise { unit }, Op::Scatter { unit }];
+        StepProgram::new(self.left.iter().flat_map(of_unit).collect())
+    }
+
+    /// The elements of those of `params` whose momenta change, and their steps. The first parameter has the index `first` over all units.
+    pub(crate) fn of_unit(
+        &self,
+        params: &[ParamPlan],
+        first: usize,
+    ) -> Vec<(Range<u64>, MomentumStep)> {
+        let steps = params.iter().zip(&self.steps[first..]);
+        let of_param = |(param, step): (&ParamPlan, &Option<MomentumStep>)| {
+            Some((param.offset..param.offset + param.elems, (*step)?))
+        };
+        steps.filter_map(of_param).collect()
+    }
+}
+
 /// A unit's parameters: elements of each, and its index over all units.
 pub(crate) type Params = Vec<(Range<u64>, usize)>;
 
@@ -62,7 +112,11 @@ impl Scalars<StepHyper> for ByParam {
             let hyper = step.0[*index]?;
             Some(StepPart {
                 elems,
-                rule: format.rule,
+                // A direction stands in place of the gradient.
+                rule: match format.rule {
+                    UpdateRule::Muon => UpdateRule::Sgd,
+                    rule => rule,
+                },
                 hyper: Hyper { rounding, ..hyper },
             })
         };
@@ -157,7 +211,7 @@ pub(crate) fn rewrite_moments(
 ) {
     let elems = tile.param.len() / format.param_bytes;
     let UpdateFormat { format, .. } = format.update.expect("only trained units are rewritten");
-    // Lion has no variance, and Muon's tiles have no moments.
+    // Lion and Muon have no variance.
     let new = new.map(|plane| plane.chunks_exact(4).map(f32_of).collect::<Vec<_>>());
     for (within, _) in parts(&tile.range.elems, params) {
         let planes = [&new[0], &new[1]].map(|plane| plane.get(within.clone()).unwrap_or_default());

@@ -200,16 +200,19 @@ def test_an_optimizer_alone_has_the_bits_of_the_processors(fake, tmp_path):
 @needs_daemon
 @needs_compiler
 def test_muon_has_the_bits_of_the_processors(fake, tmp_path):
-    found = []
-    for name, make, given in (
-        ("cpu", functools.partial(forks.start, HERE / "scripts" / "muon.py"), {}),
-        ("gpu", functools.partial(start, fake, "muon.py"), {"options": {"compute_device": "cuda:0", "optimizer_device": "gpu"}, "overlap_backward": True}),
+    gpu = {"compute_device": "cuda:0"}
+    for script, lines, *others in (
+        ("muon.py", 10, {"options": {**gpu, "optimizer_device": "gpu"}, "overlap_backward": True}),
+        ("prepared_muon.py", 7, {"own": {**gpu, "optimizer_device": "gpu"}}, {"own": {**gpu, "optimizer_device": "cpu", "resident_fraction": 0.5}}),
     ):
-        process = make(tmp_path / name, json.dumps(given))
-        out, errors = process.communicate()
-        assert process.returncode == 0, errors
-        found.append(out.splitlines())
-    assert len(found[0]) == 10 and found[0] == found[1]
+        found = []
+        for number, given in enumerate(({}, *others)):
+            make = functools.partial(start, fake, script) if given else functools.partial(forks.start, HERE / "scripts" / script)
+            process = make(tmp_path / f"{script}-{number}", json.dumps(given))
+            out, errors = process.communicate()
+            assert process.returncode == 0, errors
+            found.append(out.splitlines())
+            assert len(found[0]) == lines and found[0] == found[-1]
 
 
 class Ahead(HostMemory):

@@ -109,6 +109,15 @@ def test_a_run_without_a_committed_step_resumes_from_the_newest_checkpoint(tmp_p
         assert values == pytest.approx(expected[step], rel=1e-5), step
 
 
+def test_a_configuration_of_deepspeed_lets_muon_train_the_blocks(tmp_path, plain):
+    muon = {"type": "Muon", "params": {"lr": "auto", "muon_lr": 2e-3, "weight_decay": "auto", "ns_steps": 4}}
+    found = numbers(lines_of(start("deepspeed", tmp_path / "out", {**config("cpu", tmp_path), **DEEPSPEED, "optimizer": muon})), "loss")
+    expected = numbers(plain[0], "loss")
+    assert found.keys() == expected.keys() and found["1"] == pytest.approx(expected["1"], rel=1e-5) and found["12"] != pytest.approx(expected["12"], rel=1e-3)
+    weights = torch.load(tmp_path / "out" / "final.pt")
+    assert all(one.isfinite().all() for one in weights.values() if one.is_floating_point())
+
+
 @needs_daemon
 def test_a_second_train_goes_on_with_the_weights_and_moments_of_the_first(tmp_path):
     expected = lines_of(start("attach", tmp_path / "plain", None, "--twice"))

@@ -1,5 +1,6 @@
 """Muon: matrices by its rule, all else by AdamW, against `torch.optim.Muon`."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ import forks
 import offloadd
 from offloadd import _param_units
 from offloadd._config import settings_of
+from offloadd._directions import give_directions
 from offloadd._plan import Plan
 from offloadd.optim import clip_grad_norm_
 from ranks import Ended, on_ranks
@@ -245,20 +247,25 @@ def test_state_goes_on_with_the_same_bits():
     loaded.close()
 
 
-def test_an_interrupt_while_directions_are_made_changes_no_step(monkeypatch):
+def test_an_interrupt_waits_for_the_end_of_a_step(monkeypatch):
     found = []
     for at in (None, 3, 4):
         model, calls = model_of(), []
         optimizer = made(model)
-        orthogonal = offloadd._beside._muon.orthogonal
+        orthogonal = offloadd._directions._muon.orthogonal
+
+        def interrupted(*args):
+            calls.append(None)
+            if len(calls) == at:
+                signal.raise_signal(signal.SIGINT)
+            return orthogonal(*args)
+
         with monkeypatch.context() as patch:
-            patch.setattr(offloadd._beside._muon, "orthogonal", lambda *args: _raise_at(calls, at) or orthogonal(*args))
-            for x in batches(3):
+            patch.setattr(offloadd._directions._muon, "orthogonal", interrupted)
+            for number, x in enumerate(batches(3)):
                 model(x).backward()
                 clip_grad_norm_(model.parameters(), 0.1)
-                try:
-                    optimizer.step()
-                except KeyboardInterrupt:
+                with pytest.raises(KeyboardInterrupt) if at and not number else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()
         found.append(values(model))
@@ -266,26 +273,16 @@ def test_an_interrupt_while_directions_are_made_changes_no_step(monkeypatch):
         optimizer.close()
 
 
-def _raise_at(calls, at):
-    calls.append(at)
-    if len(calls) == at:
-        raise KeyboardInterrupt
-
-
-def test_a_direction_is_made_where_the_momentum_is():
+def test_a_direction_is_made_where_the_buffer_is():
     """As with parameters on the processor and a compute_device: here the device without values stands for a GPU."""
     model = model_of()
     optimizer = made(model)
     train(model, [optimizer], batches(1))
-    model(batches(1)[0]).backward()
-    beside, made_there = optimizer._run.beside, []
-    unit = next(unit for unit in beside.units if unit.muon)
-    there = lambda *_: torch.empty(unit.room_elems, device="meta")
-    other = SimpleNamespace(params=unit.params, views=unit.views, momentum=SimpleNamespace(flat=there(), views=unit.momentum.views))
-    to = SimpleNamespace(_flat_grad=beside._flat_grad, memory=SimpleNamespace(gradient_buffer=there, hand_over=made_there.append))
-    grads = {id(piece.param): piece.param.grad for piece in unit.params}
-    type(beside)._give_direction(to, other, grads, optimizer._run._group_of())
-    assert made_there == [other]
+    run, made_there = optimizer._run, []
+    unit = next(unit for unit in run.beside.units if unit.muon)
+    memory = SimpleNamespace(mixtures=lambda unit: torch.empty(unit.room_elems, device="meta"), give_directions=made_there.append)
+    give_directions([unit], run._group_of(), run._group_of(), memory, run.ranks)
+    assert made_there == [unit]
     optimizer.close()
 
 
@@ -364,7 +361,7 @@ def test_the_plan_has_the_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(_param_units, "UNIT_ELEMS", 32 << 20)
     named = [(f"weight{number}", nn.Parameter(torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"))) for number in range(4)]
     settings = settings_of({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}})
-    for rule, expected in (("AdamW", (24, 14, 12)), ("Muon", (16, 14, 8))):
+    for rule, expected in (("AdamW", (24, 14, 12)), ("Muon", (16, 12, 8))):
         muon = {id(param) for _, param in named} if rule == "Muon" else set()
         units = _param_units.param_units(named, [(param.numel(),) for _, param in named], 0, muon)
         plan = Plan(dataclasses.replace(settings, rule=rule), tmp_path / "run", units)
@@ -383,7 +380,7 @@ def test_a_script_that_is_killed_resumes_with_the_same_bits(tmp_path):
 
     whole, _ = script(tmp_path / "whole")
     lines = {}
-    for kill, resumed in [((3, None), 0), ((4, "scatter"), 3), ((5, "drain"), 3)]:
+    for kill, resumed in [((3, None), 0), ((4, "write_gradients"), 3), ((5, "drain"), 3)]:
         found, killed = script(tmp_path / "killed", kill=kill)
         assert killed and found[0] == f"resumed {resumed}", (kill, found)
         lines.update(dict.fromkeys(found[1:]))

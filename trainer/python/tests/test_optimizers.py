@@ -21,7 +21,14 @@ PARAMS = [nn.Parameter(torch.zeros(4, 4))]
 TORCHS = {
     name: one for name, one in vars(torch.optim).items() if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
 }
-TAKEN = [("Adam", {}), ("AdamW", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True, "weight_decay": 0.3}), ("AdamW", {"lr": torch.tensor(1e-3)})]
+TAKEN = [
+    ("Adam", {}),
+    ("AdamW", {}),
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"foreach": True, "weight_decay": 0.3}),
+    ("AdamW", {"lr": torch.tensor(1e-3)}),
+    ("Muon", {"adjust_lr_fn": "match_rms_adamw"}),
+]
 OPTIONS = [
     ("AdamW", {"amsgrad": True}, "torch.optim.AdamW with amsgrad=True: leave it out"),
     ("AdamW", {"maximize": True}, "torch.optim.AdamW with maximize=True: leave it out"),
@@ -30,7 +37,7 @@ OPTIONS = [
 ]
 
 ADAMW = r'use torch.optim.AdamW \(a Trainer makes it with optim="adamw_torch"\)'
-MUON = "use offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks"
+MUON = "use offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks and are updated by AdamW"
 LION = r'use lion_pytorch.Lion \(a Trainer makes it with optim="lion_32bit"\)'
 BYTES = r', whose moments take {} bytes a parameter, {} with offloadd.moments = "bf16" and {} with "8bit", in host memory or on drives and none on a GPU'
 # Those are not installed: classes with the modules and names of the real ones.
@@ -82,8 +89,6 @@ def test_every_optimizer_of_torch_is_taken_or_refused_by_its_name():
     for name, options, message in OPTIONS:
         with pytest.raises(offloadd.NotSupported, match=message):
             check_optimizer(TORCHS[name](PARAMS, **options))
-    with pytest.raises(offloadd.NotSupported, match=f"the optimizer is torch.optim.Muon, .* only: {MUON}, without offloadd.prepare"):
-        check_optimizer(TORCHS["Muon"](PARAMS))
     others = sorted(set(TORCHS) - {"Adam", "AdamW", "Muon"})
     assert len(others) > 10
     for name in others:
@@ -149,7 +154,9 @@ def test_every_optimizer_that_a_trainer_names_is_served_or_refused_before_a_mode
             offloadd.NotSupported, match=f'optim="{name}" is not supported: use optim="{expected}"' + BYTES.format(count, count // 2, count // 4)
         ):
             keep_in_place(args)
-    with pytest.raises(offloadd.NotSupported, match="; in a loop of your own, offloadd.optim.Muon, .*: its momentum takes 4 bytes"):
+    with pytest.raises(
+        offloadd.NotSupported, match='; a DeepSpeed configuration with optimizer.type = "Muon", or, passed to the Trainer, offloadd.optim.Muon, whose groups'
+    ):
         rule_named("muon")
 
 

@@ -432,8 +432,10 @@ def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp
         return float(re.search(found, capsys.readouterr().out)[1])
 
     offload = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    adamw, lion = (planned(r"host +([\d.]+) GiB", {**offload, "optimizer": {"type": kind}}, "--params", "1e9") for kind in ("AdamW", "Lion"))
+    kinds = ("AdamW", "Lion", "Muon")
+    adamw, lion, muon = (planned(r"host +([\d.]+) GiB", {**offload, "optimizer": {"type": kind}}, "--params", "1e9") for kind in kinds)
     assert adamw - lion == pytest.approx(4e9 / 2**30, rel=0.15)
+    assert muon == lion
     # A Trainer's names mean what they mean to `attach`, and what the configuration says of moments counts.
     for name, own, less in (("lion_32bit", {}, 4), ("adamw_8bit", {}, 6), ("paged_lion_8bit", {}, 7), ("adamw_8bit", {"moments": "fp32"}, 0)):
         named = planned(r"host +([\d.]+) GiB", {**offload, "offloadd": own}, "--params", "1e9", "--optim", name)

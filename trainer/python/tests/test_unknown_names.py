@@ -56,7 +56,10 @@ NAMES = {
     "an optimizer, its rule": (lambda: rule_of(SomeOptimizer([nn.Parameter(torch.zeros(1))])), "SomeOptimizer"),
     "no optimizer at all": (lambda: planned(list), "builtins.list"),
     "optimizer.type": (lambda: settings_of({"optimizer": {"type": "Sophia"}}), "Sophia"),
-    "optimizer.type, behind the check": (lambda: optimizer_of(of_settings(optimizer={**ADAMW, "type": "Sophia"}), [nn.Parameter(torch.zeros(1))]), "Sophia"),
+    "optimizer.type, behind the check": (
+        lambda: optimizer_of(of_settings(optimizer={**ADAMW, "type": "Sophia"}), nn.Module(), [nn.Parameter(torch.zeros(1))]),
+        "Sophia",
+    ),
     "the rule that tiles are updated by": (lambda: offloadd._offloadd.plan(described(rule="Sophia")), "Sophia"),
     "scheduler.type": (lambda: settings_of({"scheduler": {"type": "Triangle"}}), "Triangle"),
     "optim of a Trainer": (lambda: rule_named("sophia"), "sophia"),

@@ -22,7 +22,8 @@ from ._plan import NO_INPUTS, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
-from ._supported_optimizers import with_optim
+from ._muon import block_matrices
+from ._supported_optimizers import with_optim, with_rule
 from ._units import alignment_of, units_of
 
 # Blocks of a model of which only the number of parameters is known.
@@ -103,7 +104,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     if given.optim is not None and settings.optimizer:
         raise Error(f'--optim {given.optim}: {given.config} has optimizer.type = "{settings.optimizer["type"]}", which a Trainer takes; leave one out')
     rule, activations = (settings.optimizer or {}).get("type", settings.rule), given.activations or settings.activations
-    settings = dataclasses.replace(settings, rule=rule, activations=activations)
+    settings = with_rule(dataclasses.replace(settings, activations=activations), rule)
     settings = settings if given.optim is None else with_optim(settings, given.optim)
     if (given.model is None) == (given.params is None):
         raise Error("a plan is that of a model: give its directory, --model or --params, and one of them only")
@@ -119,11 +120,15 @@ def _plan(given: argparse.Namespace) -> Plan:
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
     chunks = given.mlp_chunks or settings.mlp_chunks, given.loss_chunks or settings.loss_chunks
     of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations, *chunks)
-    align = alignment_of(settings.moments)
+    align, muon = alignment_of(settings.moments), block_matrices(model, settings.units or None) if settings.rule == "Muon" else set()
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
-    units, modules = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart, align_elems=align)
+    units, modules = units_of(
+        model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart, align_elems=align, muon=muon
+    )
     # Frozen parameters that stay with the model are in no tile.
-    in_tiles = units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart, align)[0] if settings.parameters_stay else units
+    in_tiles = (
+        units_of(model, settings.units or None, False, settings.fp32_gradients, trains, experts.apart, align, muon)[0] if settings.parameters_stay else units
+    )
     on_gpu = None
     if of_step is not None and settings.parameters_stay:
         on_gpu = gpu_plan_in_place(of_step, units, trains, _gpu_bytes(given), ranks)

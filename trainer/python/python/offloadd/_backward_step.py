@@ -18,7 +18,7 @@ from ._beside import Beside
 from ._errors import Error, NotSupported
 from ._param_units import ParamUnit
 
-# What a step is updated with: scalars, and of each piece their number.
+# What a step is updated with: scalars, and of each parameter their number.
 Scalars = tuple[list[tuple[float, ...]], dict[int, int]]
 
 _LOST = "close() the optimizer and resume() a new one after its last commit, or load a checkpoint"

@@ -8,19 +8,17 @@ from __future__ import annotations
 import array
 import contextlib
 import weakref
-from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
 
-from . import _muon
 from ._console import say
 from ._errors import NotSupported
 from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
-from ._param_units import ParamUnit, Piece, flat_like, flat_of, grad_of, is_divided, is_dtensor, local_of, main_grad_of, part_of, whole_of
+from ._param_units import ParamUnit, Piece, flat_like, flat_of, grad_of, is_dtensor, local_of, main_grad_of
 from ._ranks import Ranks
 from ._watch import bit_sums
 
@@ -52,8 +50,7 @@ class Beside:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], units: list[ParamUnit], core: Any, ranks: Ranks, gpu: Optional[GpuDevice]) -> None:
         self.named, self.core, self.ranks = named, core, ranks
-        # Those of parameters, and all: those of momenta too.
-        self.units, self.all_units = [unit for unit in units if not unit.is_momentum], units
+        self.units = units
         self.order = Order(core.announce)
         # What commits ask of a model and its units.
         self.gathering, self.model = self, SimpleNamespace(named_buffers=lambda: ())
@@ -74,8 +71,6 @@ class Beside:
         self.interrupted = False
         # Called for each of these units, where their updates begin there.
         self._begin: Optional[Callable[[ParamUnit], None]] = None
-        # Whether some directions may lie in tiles that no step has used.
-        self._torn = False
         self._hooks: list[Any] = []
         self._written: dict[int, Mark] = {}
         self.memory: Memory = HostMemory(core, units) if gpu is None else GpuMemory(ranks, units, gpu)
@@ -105,7 +100,7 @@ class Beside:
 
     def is_handed_over(self, grads: dict[int, torch.Tensor]) -> bool:
         """Whether these gradients, unchanged, were handed over already."""
-        return bool(self.seen) and not self._torn and self.seen.keys() == grads.keys() and not _changed(self.seen, grads)
+        return bool(self.seen) and self.seen.keys() == grads.keys() and not _changed(self.seen, grads)
 
     def changed_since_backward(self, grads: dict[int, torch.Tensor]) -> Optional[str]:
         """The name of a parameter whose gradient was taken in backward and is another one in `grads`."""
@@ -122,13 +117,13 @@ class Beside:
         marks = {key: Mark.of_gradient(grad) for key, grad in grads.items()} if remember or copied else {}
         if copied:
             self._check_copies(marks)
-        early = self._early if begun or self._is_early(grads) and not self._torn else set()
+        early = self._early if begun or self._is_early(grads) else set()
         self.forget()
         if not early:
             self.core.begin_step()
         units = [unit for unit in self.units if any(id(piece.param) in grads for piece in unit.params)]
         late = [unit for unit in units if unit.index not in early]
-        self.core.announce([(True, _with_gradients(unit).index) for unit in late])
+        self.core.announce([(True, unit.index) for unit in late])
         flats: dict[int, torch.Tensor] = {}
         for unit in late:
             self._take(unit, grads, flats)
@@ -138,7 +133,7 @@ class Beside:
             count = len(unit.params)
             for index, piece in enumerate(unit.params):
                 if id(piece.param) in grads:
-                    sums[id(piece.param)] += sum(squares[_with_gradients(unit).index][index::count])
+                    sums[id(piece.param)] += sum(squares[unit.index][index::count])
         totals = self.ranks.sum("add up the squares of gradients", list(sums.values()))
         self.square_sums = dict(zip(sums, totals))
         self.seen = marks if remember else {}
@@ -196,22 +191,21 @@ class Beside:
 
     def _take(self, unit: ParamUnit, grads: dict[int, torch.Tensor], flats: dict[int, torch.Tensor]) -> None:
         """Takes the gradients of a unit to its tiles. `flats` keeps those of which other units have parts."""
-        taker = _with_gradients(unit)
-        buffer = self.memory.gradient_buffer(taker)
+        buffer = self.memory.gradient_buffer(unit)
         to, come = [], []
-        for piece, view in zip(unit.params, taker.views(buffer)):
+        for piece, view in zip(unit.params, unit.views(buffer)):
             grad = grads.get(id(piece.param))
             if grad is None or not piece.own:
                 continue
             if piece.start == 0 or id(piece.param) not in flats:
-                flats[id(piece.param)] = self._flat_grad(piece, grad, taker.gradient_dtype)
+                flats[id(piece.param)] = self._flat_grad(piece, grad, unit.gradient_dtype)
             to.append(view)
             come.append(piece.slice_of(flats[id(piece.param)]))
             if piece.start + piece.own == len(flats[id(piece.param)]):
                 del flats[id(piece.param)]
         if to:
             torch._foreach_copy_(to, come)
-        self.memory.hand_over(taker)
+        self.memory.hand_over(unit)
 
     def take_early(self) -> None:
         """Takes the gradients of each unit in backward, as soon as all of them are there. What changes them afterwards makes them be taken again."""
@@ -269,7 +263,7 @@ class Beside:
             if all(id(piece.param) in self._came for piece in unit.params):
                 # Until it ends: what an interrupt leaves is not used.
                 self._came_again = self.interrupted = True
-                self.core.announce([(True, _with_gradients(unit).index)])
+                self.core.announce([(True, unit.index)])
                 self._take(unit, {id(piece.param): piece.param.grad for piece in unit.params}, {})
                 self._early.add(unit.index)
                 self._came_again = False
@@ -308,60 +302,7 @@ class Beside:
     def forget(self) -> None:
         """Forgets what was handed over."""
         self.seen, self.square_sums = {}, {}
-        self._came, self._early, self._came_again, self._torn = {}, set(), False, False
-
-    # Muon
-
-    def give_directions(self, grads: dict[int, torch.Tensor], group_of: Mapping[int, Mapping[str, Any]]) -> None:
-        """Gives the tiles of matrices the direction of their step in place of a gradient. Their gradients are in the tiles of momenta."""
-        units = [unit for unit in self.units if unit.momentum is not None and any(id(piece.param) in grads for piece in unit.params)]
-        if not units:
-            return
-        # Until the step is made: what an interrupt leaves is not used.
-        self._torn = True
-        # One momentum comes while the one before is used.
-        momenta = [(False, unit.momentum.index) for unit in units]
-        directions = [(True, unit.index) for unit in units]
-        ahead = min(self.memory.ahead, 1)
-        self.core.announce([*momenta[:ahead], *(op for both in zip_longest(momenta[ahead:], directions) for op in both if op is not None)])
-        try:
-            for at, unit in enumerate(units):
-                for coming in units[at : at + 1 + ahead]:
-                    if not coming.momentum.expected:
-                        self.memory.expect(coming.momentum)
-                        coming.momentum.expected = True
-                self.memory.ready(unit.momentum)
-                if not unit.sharded:
-                    self.ranks.transfers.gather(unit.momentum, lambda: "before a step")
-                self._give_direction(unit, grads, group_of)
-                self._let_go(unit.momentum)
-        finally:
-            for unit in units:
-                if unit.momentum.expected:
-                    self.memory.ready(unit.momentum)
-                    self._let_go(unit.momentum)
-        self.memory.square_sums()
-
-    def _let_go(self, momentum: ParamUnit) -> None:
-        self.memory.release(momentum)
-        momentum.expected = False
-
-    def _give_direction(self, unit: ParamUnit, grads: dict[int, torch.Tensor], group_of: Mapping[int, Mapping[str, Any]]) -> None:
-        buffer = self.memory.gradient_buffer(unit)
-        for piece, momentum, view in zip(unit.params, unit.momentum.views(unit.momentum.flat), unit.views(buffer)):
-            param = piece.param
-            if id(param) not in grads:
-                continue
-            local, group = local_of(param), group_of[id(param)]
-            in_rows = lambda flat: flat.as_strided(local.size(), local.stride())
-            # Of parameters on the processor too, a GPU that is set as compute_device has the momentum, and makes the direction.
-            grad = in_rows(self._flat_grad(piece, grads[id(param)], torch.float32).to(momentum.device)).float()
-            matrix = _muon.mixed(grad, in_rows(momentum), group)
-            if is_divided(param):
-                matrix = self.ranks.transfers.run_collective(f"bring the parts of {piece.name}", lambda: whole_of(matrix, param))
-            direction = _muon.orthogonal(matrix.to(momentum.device), group)
-            view.copy_(flat_like(part_of(direction, param), local))
-        self.memory.hand_over(unit)
+        self._came, self._early, self._came_again = {}, set(), False
 
     # Parameters
 
@@ -413,11 +354,6 @@ class Beside:
     def detach(self) -> None:
         """Lets the parameters and their gradients be."""
         self._end_hooks()
-
-
-def _with_gradients(unit: ParamUnit) -> ParamUnit:
-    """The unit whose tiles take the gradients of another one."""
-    return unit if unit.momentum is None else unit.momentum
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def initialize(
         cast(model, getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None:
-        optimizer = optimizer_of(settings, parameters)
+        optimizer = optimizer_of(settings, model, parameters)
     elif not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if lr_scheduler is None:

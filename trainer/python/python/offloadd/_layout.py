@@ -83,5 +83,5 @@ class Layout:
 
 
 def _kind_of(unit: Unit, order: str) -> str:
-    kind = ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.") + f" {order}" * bool(order)
+    kind = ("trained in " if unit.trained else FROZEN) + str(unit.dtype).removeprefix("torch.") + " by Muon" * unit.muon + f" {order}" * bool(order)
     return f"{kind}, {unit.division}" if unit.division else kind

@@ -47,6 +47,12 @@ class Memory(Protocol):
     def hand_over(self, unit: Unit) -> None:
         """Begins to take the gradients in the unit's buffer to its tiles."""
 
+    def mixtures(self, unit: Unit) -> torch.Tensor:
+        """Updates the momenta of a unit of Muon, and returns its buffer of gradients with what is to be made orthogonal: this rank's part of it."""
+
+    def give_directions(self, unit: Unit) -> None:
+        """Begins to take the directions in the unit's buffer to its tiles, and to update these."""
+
     def shrink(self) -> None:
         """Frees what is made again when it is needed. No unit is here and no backward is under way."""
 
@@ -139,7 +145,20 @@ class HostMemory:
         return self._buffer[: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
-        self._square_sums[unit.index] = self._core.scatter(unit.index, unit.address(self._buffer.data_ptr(), unit.gradient_dtype.itemsize))
+        self._square_sums[unit.index] = self._core.scatter(unit.index, self._address(unit))
+
+    def mixtures(self, unit: Unit) -> torch.Tensor:
+        buffer = self.gradient_buffer(unit)
+        self._core.revise(unit.index, self._address(unit))
+        return buffer
+
+    def give_directions(self, unit: Unit) -> None:
+        self._core.write_gradients(unit.index, self._address(unit))
+        self._core.update_revised(unit.index)
+
+    def _address(self, unit: Unit) -> int:
+        """Where the unit begins in the buffer of gradients."""
+        return unit.address(self._buffer.data_ptr(), unit.gradient_dtype.itemsize)
 
     def shrink(self) -> None:
         self._buffer = None
@@ -244,7 +263,8 @@ class GpuMemory:
     ahead = _AHEAD
 
     def __init__(self, ranks: Ranks, units: Sequence[Unit], gpu: GpuDevice) -> None:
-        self._gpu, self._mover = gpu, ranks.meetings.watched(gpu.open(ranks.meetings.core))
+        self._gpu, self._core = gpu, ranks.meetings.watched(ranks.meetings.core)
+        self._mover = ranks.meetings.watched(gpu.open(ranks.meetings.core))
         self._units, self._largest = units, _largest(units)
         self._buffers: list[torch.Tensor] = []
         self._turn = 0
@@ -302,8 +322,20 @@ class GpuMemory:
         return self._buffers[self._turn][: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
-        address = unit.address(self._buffers[self._turn].data_ptr(), unit.gradient_dtype.itemsize)
-        self._mover.hand_over(unit.index, self._turn, address, self._gpu.stream())
+        self._mover.hand_over(unit.index, self._turn, self._address(unit), self._gpu.stream(), False)
+
+    def mixtures(self, unit: Unit) -> torch.Tensor:
+        buffer = self.gradient_buffer(unit)
+        self._mover.revise(unit.index, self._turn, self._address(unit), self._gpu.stream())
+        return buffer
+
+    def give_directions(self, unit: Unit) -> None:
+        self._mover.hand_over(unit.index, self._turn, self._address(unit), self._gpu.stream(), True)
+        self._core.update_revised(unit.index)
+
+    def _address(self, unit: Unit) -> int:
+        """Where the unit begins in the buffer of gradients whose turn it is."""
+        return unit.address(self._buffers[self._turn].data_ptr(), unit.gradient_dtype.itemsize)
 
     def shrink(self) -> None:
         # All gradients have left them: the end of each backward waits for it.

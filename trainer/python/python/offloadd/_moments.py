@@ -28,7 +28,7 @@ class Moments:
 
     def __init__(self, commits: Commits, rewriting: Rewriting) -> None:
         self._commits, self._rewriting = commits, rewriting
-        self.names, self.master = MOMENTS[commits.settings.rule], commits.settings.master
+        self.master = commits.settings.master
         self.gathering, self.reading = commits.engine.gathering, commits.engine.reading
 
     def params(self) -> list[nn.Parameter]:
@@ -36,10 +36,19 @@ class Moments:
         groups = (param for group in self._commits.optimizer.param_groups for param in group["params"])
         return [param for param in groups if self.updates_of(param)]
 
+    def names_of(self, param: torch.Tensor) -> tuple[str, ...]:
+        """The names of a parameter's moments."""
+        return MOMENTS[self._rule_of(id(param))]
+
+    def _rule_of(self, key: int) -> str:
+        """The rule by which the parameter with an id is updated."""
+        rule = self._commits.settings.rule
+        return "AdamW" if rule == "Muon" and not self.gathering.unit_of[key].muon else rule
+
     @property
     def bytes(self) -> int:
         """Bytes of all moments, and of the masters that go with them."""
-        return sum(param.numel() * state_bytes(param, self.names, self.master) for param in self.params())
+        return sum(param.numel() * state_bytes(param, self.names_of(param), self.master) for param in self.params())
 
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""
@@ -58,7 +67,7 @@ class Moments:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         commits, gathering = self._commits, self.gathering
-        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params}, self.names)
+        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params}, self._rule_of)
         units = [unit for unit in gathering.units if unit.trained]
         commits.seal()
         present = {}
@@ -71,7 +80,7 @@ class Moments:
             for unit in units:
                 flats, exact = _fp32_like(unit), []
                 for index, param in enumerate(unit.params):
-                    if id(param) in states and _fill(flats, unit, index, states[id(param)], present.get(unit), self.names):
+                    if id(param) in states and _fill(flats, unit, index, states[id(param)], present.get(unit), self.names_of(param)):
                         exact.append(index)
                 commits.core.rewrite_state(unit.index, [flat.data_ptr() for flat in flats], list(range(len(unit.params))), exact)
         commits.engine.stale()
@@ -190,7 +199,7 @@ class States(Mapping):
             self._read = unit, moments.read(unit)
         offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
         values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
-        return state_of(param, updates, values, lambda: gathering.name(param), reading, moments.names, moments.master)
+        return state_of(param, updates, values, lambda: gathering.name(param), reading, moments.names_of(param), moments.master)
 
     def __setitem__(self, *_: Any, **__: Any) -> Any:
         raise no_write("optimizer.state")
@@ -201,14 +210,15 @@ class States(Mapping):
         raise NotSupported("optimizer.state lies in tiles: save optimizer.state_dict()")
 
 
-def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], moments: Sequence[str]) -> None:
-    """Refuses states to load, by the id of their parameter, that have other moments than these."""
-    rule = next((rule for rule, of_rule in MOMENTS.items() if of_rule == moments), "")
-    others = {one for of_rule in MOMENTS.values() for one in of_rule}.difference(moments)
-    needed = ("step", *moments) if rule == "AdamW" else moments
+def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], rule_of: Callable[[int], str]) -> None:
+    """Refuses states to load, by the id of their parameter, that have other moments than the rule by which it is updated."""
     for key, state in states.items():
         if key not in shapes:
             raise Error("the optimizer's state has a parameter that is not in the run: load the state of this model's optimizer")
+        rule = rule_of(key)
+        moments = MOMENTS[rule]
+        others = {one for of_rule in MOMENTS.values() for one in of_rule}.difference(moments)
+        needed = ("step", *moments) if rule == "AdamW" else moments
         if not state.keys() >= set(needed) or not others.union(["max_exp_avg_sq"]).isdisjoint(state):
             like = "load the state of an AdamW without amsgrad" if rule == "AdamW" else f"load the state of a {rule}"
             *first, last = needed

@@ -13,7 +13,6 @@ import array
 import atexit
 import collections
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Container, Iterator, Mapping, Optional, Sequence
+from typing import Any, Container, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -33,12 +32,13 @@ from ._beside import Beside
 from ._commits import Commits
 from ._config import Settings
 from ._console import bytes_text, say
+from ._directions import MomentumStep, give_directions, momentum_step
 from ._errors import Error, LayoutChanged, NotSupported
+from ._interrupts import Interrupts
 from ._layout import Layout
 from ._memory import gpu_of
 from ._moments import MASTER, ParamState, ParamStates, States, check_states, is_master_of, state_bytes, state_of, updates_in
 from ._param_units import (
-    MOMENTUM,
     ParamUnit,
     Piece,
     check_early,
@@ -58,8 +58,8 @@ from ._ranks import Ranks
 from ._reports import Reports
 from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
-from ._steps import groups_of, scalars_of
-from ._supported_optimizers import MOMENTS, check_settings, rule_of
+from ._steps import OfParams, scalars_of
+from ._supported_optimizers import MOMENTS, check_rules, check_settings, rule_of, with_rule
 from ._units import alignment_of, check_memory
 
 
@@ -85,12 +85,9 @@ def open_run(
     check_settings(optimizer)
     named = [(name, param) for name, param in named_params(optimizer.param_groups) if param.numel()]
     ranks = Ranks()
-    settings = dataclasses.replace(settings, rule=rule_of(optimizer))
+    settings = with_rule(settings, rule_of(optimizer))
     muon = _muon.ids_of(optimizer) if settings.rule == "Muon" else set()
     check_params(named, ranks.count, muon)
-    for key, value in (("moments", settings.moments), ("master", settings.master)):
-        if muon and value != "fp32":
-            raise NotSupported(f'{key} = "{value}" with Muon, whose momentum and masters lie in fp32: leave {key} out')
     gpu = gpu_of(settings, (local_of(param) for _, param in named))
     ranks.open(len(named))
     try:
@@ -198,11 +195,11 @@ class OptimizerRun:
     def _fill(self, replace: bool) -> None:
         """Gives the tiles their first content: the parameters, and moments of zero."""
         self.beside.check_same_values(param for _, param in self.beside.named)
-        ranks, units, blob = self.ranks, self.beside.all_units, self.commits.first()
+        ranks, units, blob = self.ranks, self.beside.units, self.commits.first()
         ranks.meet("begin anew" if replace else "begin")
         self.core.begin_rewrite([unit.index for unit in units], blob) if replace else self.core.begin_fill(blob)
-        for unit in self.beside.all_units:
-            flat = torch.zeros(unit.room_elems, dtype=unit.dtype, device="cpu") if unit.is_momentum else self.beside.in_host_memory(unit)
+        for unit in self.beside.units:
+            flat = self.beside.in_host_memory(unit)
             self.core.fill(unit.index, unit.address(flat.data_ptr(), unit.dtype.itemsize))
         ranks.meet("commit the first content")
         self.core.end_fill()
@@ -316,7 +313,6 @@ class OptimizerRun:
         norm = math.sqrt(sum(beside.square_sums.values()))
         if not math.isfinite(norm):
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        beside.give_directions(grads, self._group_of())
         units = [unit for unit in beside.units if any(id(piece.param) in grads for piece in unit.params)]
         of_params = self._of_params(grads, scalars)
         self.ranks.meet(f"make step {self.steps_done + 1}")
@@ -325,7 +321,7 @@ class OptimizerRun:
         if begun is not None and begun.has_all(units):
             interrupts.note(core.finish_begun)
         else:
-            interrupts.note(lambda: core.finish(scalars[0], of_params))
+            self._finish(units, grads, scalars[0], of_params, interrupts)
         self._begun = None
         self._count_updates(grads)
         commits.steps_done += 1
@@ -347,6 +343,27 @@ class OptimizerRun:
         commits.reports.step(self.steps_done, norm)
         interrupts.end()
 
+    def _finish(self, units: Sequence[ParamUnit], grads: Mapping[int, torch.Tensor], scalars: list, of_params: OfParams, interrupts: Interrupts) -> None:
+        """Updates the tiles of `units`."""
+        muon = [unit for unit in units if unit.muon]
+        if not muon:
+            interrupts.note(lambda: self.core.finish(scalars, of_params))
+            return
+        groups = self._group_of()
+        with interrupts.later():
+            self.core.begin_directions([unit.index for unit in muon], self._momentum_steps(grads, groups), scalars, of_params)
+            give_directions(muon, groups, grads, self.beside.memory, self.ranks)
+            interrupts.note(lambda: self.core.finish(scalars, of_params))
+
+    def _momentum_steps(self, grads: Container[int], groups: Mapping[int, Mapping[str, Any]]) -> list[MomentumStep]:
+        """The steps of momenta of all pieces, in the order of the plan."""
+        found: list[MomentumStep] = []
+        for unit in self.beside.units:
+            keys = [id(piece.param) for piece in unit.params]
+            of_unit = [momentum_step(groups[key], self._scales.get(key, 1.0)) if unit.muon and key in grads else None for key in keys]
+            found += of_unit * (unit.ranks if unit.sharded else 1)
+        return found
+
     def _check_others(self) -> None:
         """Refuses gradients of parameters that have no tiles, and parameters whose tiles are those of another rule or of others like them."""
         for name, param in self.beside.named:
@@ -362,20 +379,12 @@ class OptimizerRun:
                         f"parameter {index} of group {number} has a gradient, and required none when the optimizer began, or was not there: give the optimizer all "
                         "parameters before the first step and let them require gradients, with a learning rate of 0 until they are to be trained"
                     )
-                if id(param) in self.beside.pieces and self._rule_of(param) != (rule := self._rule_in(group)):
-                    raise NotSupported(
-                        f"{self.beside.name_of[id(param)]} is in a group that is updated by {rule} now, and {self._rule_of(param)} has updated it since the "
-                        "optimizer began: divide parameters into groups before the first step, and leave use_muon as it is"
-                    )
+        check_rules(self.optimizer, self._muon, self.beside.name_of)
 
-    def _rule_of(self, param: torch.Tensor) -> str:
-        """The rule that has updated a parameter since the optimizer began."""
+    def _rule_of(self, key: int) -> str:
+        """The rule that has updated the parameter with an id since the optimizer began."""
         rule = self.settings.rule
-        return "AdamW" if rule == "Muon" and id(param) not in self._muon else rule
-
-    def _rule_in(self, group: Mapping[str, Any]) -> str:
-        """The rule that updates a group."""
-        return _muon.rule_of(group) if self.settings.rule == "Muon" else self.settings.rule
+        return "AdamW" if rule == "Muon" and key not in self._muon else rule
 
     def _group_of(self) -> dict[int, dict[str, Any]]:
         return {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
@@ -383,42 +392,26 @@ class OptimizerRun:
     def _of_params(self, grads: Container[int], scalars: Scalars) -> list[tuple[int, int, float]]:
         """The number of its scalars, that of the update and the factor of the gradient for each piece, in the order of the plan: 0 is no update."""
         updates, index_of, found = self.commits.updates, self.commits.layout.index_of, []
-        _, scalars_of = scalars
-        for unit in self.beside.all_units:
+        _, number_of = scalars
+        for unit in self.beside.units:
             of_unit = []
             for piece in unit.params:
                 key, index = id(piece.param), index_of[id(piece)]
                 if key not in grads:
                     of_unit.append((0, 0, 1.0))
                     continue
-                of_unit.append((scalars_of[id(piece)], updates.get(index, 0) + 1, self._factor(unit, key)))
+                of_unit.append((number_of[key], updates.get(index, 0) + 1, 1.0 if unit.muon else self._scales.get(key, 1.0)))
             found += of_unit * (unit.ranks if unit.sharded else 1)
         return found
 
     def _count_updates(self, grads: Container[int]) -> None:
         updates, index_of = self.commits.updates, self.commits.layout.index_of
-        for index in (index_of[id(piece)] for unit in self.beside.all_units for piece in unit.params if id(piece.param) in grads):
+        for index in (index_of[id(piece)] for unit in self.beside.units for piece in unit.params if id(piece.param) in grads):
             updates[index] = updates.get(index, 0) + 1
 
-    def _factor(self, unit: ParamUnit, key: int) -> float:
-        """The factor of what tiles have as the gradient of a parameter."""
-        if unit.is_momentum:
-            return -self._scales.get(key, 1.0)
-        return 1.0 if unit.muon else self._scales.get(key, 1.0)
-
     def _scalars(self) -> Scalars:
-        """The scalars of this step's updates, and the number of those of each piece."""
-        pieces = [(unit, piece) for unit in self.beside.all_units for piece in unit.params]
-        if self.settings.rule != "Muon":
-            scalars, number_of = groups_of(self.optimizer)
-            return scalars, {id(piece): number_of[id(piece.param)] for _, piece in pieces if id(piece.param) in number_of}
-        group_of, numbers, found = self._group_of(), {}, {}
-        for unit, piece in pieces:
-            if id(piece.param) not in group_of:
-                continue
-            of_piece = _scalars_of(unit, piece, group_of[id(piece.param)])
-            found[id(piece)] = numbers.setdefault(of_piece, len(numbers))
-        return list(numbers), found
+        """The scalars of this step's updates, and the number of those of each parameter."""
+        return scalars_of(self.optimizer, self._muon)
 
     def drain(self) -> None:
         """Commits the last step."""
@@ -478,7 +471,7 @@ class OptimizerRun:
 
     def names_of(self, param: torch.Tensor) -> tuple[str, ...]:
         """The names of a parameter's moments."""
-        return MOMENTS[self._rule_of(param)]
+        return MOMENTS[self._rule_of(id(param))]
 
     def updates_of(self, param: torch.Tensor) -> int:
         """Updates so far of a parameter."""
@@ -501,8 +494,6 @@ class OptimizerRun:
         self.core.read_state([(unit.index, [unit.address(flat.data_ptr(), 4) for flat in flats])])
         for flat in flats if not unit.sharded else ():
             self.ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
-        if unit.momentum is not None:
-            flats[1] = self.read(unit.momentum)[0]
         return flats
 
     def load(self, states: ParamStates) -> None:
@@ -510,10 +501,8 @@ class OptimizerRun:
         self.check_none_begun("load_state_dict()")
         self._check_others()
         beside, index_of = self.beside, self.commits.layout.index_of
-        params = {id(param): param for _, param in beside.named}
-        names, shapes = {key: [name] for key, name in beside.name_of.items()}, {key: param.shape for key, param in params.items()}
-        for key, state in states.items():
-            check_states({key: state}, names, shapes, self.names_of(params[key]) if key in params else ())
+        names, shapes = {key: [name] for key, name in beside.name_of.items()}, {id(param): param.shape for _, param in beside.named}
+        check_states(states, names, shapes, self._rule_of)
         self._take_changes()
         self.forget_gradients()
         self.commits.updates = {}
@@ -522,14 +511,13 @@ class OptimizerRun:
         for key, state in states.items():
             for unit, index in beside.pieces[key]:
                 self.commits.updates[index_of[id(unit.params[index])]] = updates_in(state)
-        with self._rewriting(beside.all_units, "moments"):
-            for unit in beside.all_units:
+        with self._rewriting(beside.units, "moments"):
+            for unit in beside.units:
                 flats, exact = [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)], []
-                # A momentum alone is the master of its tiles, and all of it is replaced.
-                views = [unit.views(flat) for flat in ([flats[1], flats[0]] if unit.is_momentum else flats)]
+                views = [unit.views(flat) for flat in flats]
                 for index, piece in enumerate(unit.params):
                     state = states.get(id(piece.param))
-                    if state is not None and _fill_piece([of_flat[index] for of_flat in views], piece, state, self.names_of(piece.param)) or unit.is_momentum:
+                    if state is not None and _fill_piece([of_flat[index] for of_flat in views], piece, state, self.names_of(piece.param)):
                         exact.append(index)
                 addresses = [unit.address(flat.data_ptr(), 4) for flat in flats]
                 self.core.rewrite_state(unit.index, addresses, _in_plan(unit, range(len(unit.params))), _in_plan(unit, exact))
@@ -577,37 +565,6 @@ class OptimizerRun:
                 shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-class Interrupts:
-    """Signals whose handlers end waits within a step: the step is finished first."""
-
-    def __init__(self) -> None:
-        self._raised: Optional[BaseException] = None
-
-    def note(self, call: Callable[[], Any]) -> bool:
-        """Makes a call. Returns whether an interrupt has ended it."""
-        try:
-            call()
-        except Error:
-            raise
-        except BaseException as error:
-            self._raised = error
-            return True
-        return False
-
-    def repeat(self, call: Callable[[], Any]) -> None:
-        """Makes a call until nothing interrupts it. What is no interrupt comes again."""
-        errors = 0
-        while self.note(call):
-            errors += isinstance(self._raised, Exception)
-            if errors > 1:
-                raise self._raised
-
-    def end(self) -> None:
-        """Raises the last interrupt."""
-        if self._raised is not None:
-            raise self._raised
-
-
 class NoStates(States):
     """`optimizer.state` before an optimizer has begun."""
 
@@ -647,13 +604,6 @@ class OptimizerStates(States):
         if is_dtensor(param):
             values = [_as_dtensor(value, param) for value in values]
         return state_of(param, updates, values, lambda: run.beside.name_of[id(param)], run, run.names_of(param), run.settings.master)
-
-
-def _scalars_of(unit: ParamUnit, piece: Piece, group: Mapping[str, Any]) -> tuple[float, ...]:
-    """The scalars of a piece's update where matrices are updated by Muon."""
-    if not unit.muon:
-        return scalars_of(group)
-    return _muon.momentum_scalars_of(group) if unit.is_momentum else _muon.scalars_of(group, piece.param.shape)
 
 
 def _as_dtensor(value: torch.Tensor, param: Any) -> torch.Tensor:
@@ -708,9 +658,9 @@ def _check_params(layout: Path, units: list[ParamUnit]) -> None:
     """Refuses parameters that differ from those that a run was begun with, the first one by its name."""
     if not layout.exists():
         return
-    stored = [one for unit in json.loads(layout.read_text()) for one in unit if not one[0].startswith(MOMENTUM)]
+    stored = [one for unit in json.loads(layout.read_text()) for one in unit]
     before = {name.partition(_CUT)[0]: (shape, kind.partition(", ")[2]) for name, shape, kind in stored}
-    now = {piece.name: (list(piece.shape), unit.division) for unit in units if not unit.is_momentum for piece in unit.params}
+    now = {piece.name: (list(piece.shape), unit.division) for unit in units for piece in unit.params}
     other = "give the optimizer the parameters that it was begun with, or name another directory"
     for name in (*before, *now):
         if name not in now:

@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
-from ._units import ALIGN_ELEMS, Unit, check_memory, is_dense, memory_order
+from ._muon import check_matrices
+from ._units import ALIGN_ELEMS, Unit, check_memory, gradient_dtype, is_dense, memory_order
 
 # Elements of a unit: large transfers, and little memory of a GPU for the few units that are on their way. Larger parameters are cut.
 UNIT_ELEMS = 32 << 20
-
-# What the name of a momentum begins with.
-MOMENTUM = "momentum of "
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,11 +35,8 @@ class Piece:
     elems_of: tuple[int, ...]
     own: int
 
-    # The type of the parameter's momentum, where it stands for that.
-    of_momentum: Optional[torch.dtype] = None
-
     def __post_init__(self) -> None:
-        self.dtype, self.shape, self.is_meta = self.of_momentum or self.param.dtype, tuple(self.param.shape), self.param.is_meta
+        self.dtype, self.shape, self.is_meta = self.param.dtype, tuple(self.param.shape), self.param.is_meta
 
     def numel(self) -> int:
         """The room that each rank has for it."""
@@ -56,24 +51,20 @@ class Piece:
 class ParamUnit(Unit):
     """Pieces of one type that come and go together, in a flat tensor beside the parameters."""
 
-    # Whether each rank has a part of its own, and how many do.
-    sharded: bool = False
+    # Of how many ranks each has a part of its own, where it is divided.
     ranks: int = 1
     rank: int = 0
     params: list[Piece] = field(default_factory=list)
-    # Of matrices that Muon updates.
-    momentum: Optional[ParamUnit] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.is_momentum = self.params[0].of_momentum is not None
         # Of one rank.
         self._part_elems = self.elems
         self.divide(1)
 
     @property
     def numel(self) -> int:
-        return 0 if self.is_momentum else sum(piece.numel() for piece in self.params)
+        return sum(piece.numel() for piece in self.params)
 
     def divide(self, tile_elems: int) -> None:
         """Gives each rank's part whole tiles."""
@@ -106,6 +97,12 @@ class ParamUnit(Unit):
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `flat` that hold the pieces."""
         return [flat[offset : offset + piece.own] for piece, offset in zip(self.params, self.offsets)]
+
+    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters, none of which is cut, each with the tensor like this rank's part of it whose numbers `flat` has in its place."""
+        for piece, view in zip(self.params, self.views(flat)):
+            local = local_of(piece.param)
+            yield piece.param, view.as_strided(local.size(), local.stride())
 
 
 def is_dtensor(one: Any) -> bool:
@@ -203,8 +200,7 @@ def check_params(named: Sequence[tuple[str, nn.Parameter]], ranks: int, muon: Co
             raise Error(f"{name} has no values yet (meta): give the model its weights before the optimizer's first step")
         if param.dtype not in _TYPES:
             raise NotSupported(f"{name} is {param.dtype}: a trained parameter can be float32, bfloat16 or float16")
-        if id(param) in muon and param.dim() != 2:
-            raise NotSupported(f"{name} has the shape {tuple(param.shape)}, and Muon updates matrices: put it into a group with use_muon=False")
+        check_matrices([(name, param)], muon)
         if _gradient_dtype_of(param) not in (param.dtype, torch.float32):
             raise NotSupported(f"{name} is {param.dtype}, and its main_grad {param.main_grad.dtype}: gradients can have the parameter's type, or float32")
         local = local_of(param)
@@ -250,7 +246,7 @@ def param_units(
     named: Sequence[tuple[str, nn.Parameter]], elems_of: Sequence[tuple[int, ...]], rank: int, muon: Container[int] = (), align_elems: int = ALIGN_ELEMS
 ) -> list[ParamUnit]:
     """Units of the parameters, in their order, by their type, that of their gradients and whether they are divided. `elems_of` has the elements of each
-    parameter that each rank has. Those with the ids `muon` are not cut, and each of their units is followed by that of its momentum."""
+    parameter that each rank has. Those with the ids `muon` are not cut."""
     units: list[ParamUnit] = []
     open_: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Piece]] = {}
 
@@ -262,13 +258,10 @@ def param_units(
             same = dict(sharded=sharded, ranks=len(pieces[0].elems_of), rank=rank, muon=is_muon, align_elems=align_elems)
             units.append(ParamUnit(len(units), name, pieces, **same))
             units[-1].gradient_dtype = gradient_dtype
-            if is_muon:
-                _add_momentum(units, same)
 
     for (name, param), elems in zip(named, elems_of):
         is_muon = id(param) in muon
-        # What a matrix of Muon has in place of a gradient is its direction.
-        key = (param.dtype, param.dtype if is_muon else _gradient_dtype_of(param), is_divided(param) and len(elems) > 1, is_muon)
+        key = (param.dtype, gradient_dtype(_gradient_dtype_of(param), is_muon), is_divided(param) and len(elems) > 1, is_muon)
         step = max(UNIT_ELEMS, *elems) if is_muon else UNIT_ELEMS
         for start in range(0, max(max(elems), 1), step):
             of_ranks = tuple(min(max(count - start, 0), step) for count in elems)
@@ -279,14 +272,3 @@ def param_units(
     for key in list(open_):
         end(key)
     return units
-
-
-def _add_momentum(units: list[ParamUnit], same: dict[str, Any]) -> None:
-    """Adds the momentum of the last unit, which is `same` in all else: in fp32, and so are the gradients that become it."""
-    unit = units[-1]
-    pieces = [Piece(one.param, MOMENTUM + one.name, one.start, one.elems_of, one.own, torch.float32) for one in unit.params]
-    unit.momentum = ParamUnit(len(units), MOMENTUM + unit.name, pieces, **same)
-    units.append(unit.momentum)
-    if unit.dtype == torch.float16:
-        # A direction is bf16, and its small numbers are none of fp16.
-        unit.gradient_dtype = torch.float32

@@ -19,7 +19,7 @@ from ._moments import Moments, ParamStates, States, check_room, no_write, plain
 from ._rewriting import Rewriting
 from ._state_copies import StateCopies
 from ._steps import Steps
-from ._supported_optimizers import check_settings
+from ._supported_optimizers import check_settings, plain_of
 
 
 class PreparedOptimizer:
@@ -149,7 +149,7 @@ def take_over(optimizer: torch.optim.Optimizer, of_run: OfRun) -> None:
     kind = type(optimizer)
     # A scheduler's, around the step that is replaced.
     optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(kind.__name__, (PreparedOptimizer, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    optimizer.__class__ = type(kind.__name__, (PreparedOptimizer, plain_of(kind)), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
     optimizer._offloadd_run, optimizer._state_copies = of_run, StateCopies("optimizer")
 
 

@@ -28,11 +28,11 @@ def return_values(commits: Commits, moments: Moments) -> None:
     states: dict[Any, dict[str, Any]] = {}
     for param, state in States(moments).items():
         plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}
-        states[param] = {name: value.to("cpu", param.dtype) if name in moments.names else value for name, value in plain.items()}
+        states[param] = {name: value.to("cpu", param.dtype) if name in moments.names_of(param) else value for name, value in plain.items()}
     _return_parameters(engine)
     # What was released on a GPU lies in host memory now, and what belongs to it follows.
     for param, state in states.items():
-        states[param] = {name: value.to(param.device) if name in moments.names else value for name, value in state.items()}
+        states[param] = {name: value.to(param.device) if name in moments.names_of(param) else value for name, value in state.items()}
     give_back(commits.optimizer, states)
     # Those of a model that nothing trains are the script's own.
     for param in engine.gathering.params if engine.gathering.trains else ():

@@ -41,6 +41,7 @@ from ._memory import GpuDevice, gpu_of
 from ._mlp_chunks import MlpChunks
 from ._model_methods import ModelMethods
 from ._moments import Moments
+from ._muon import check_matrices, ids_of
 from ._plan import Plan
 from ._prepared_optimizer import OfRun, take_over
 from ._ranks import Ranks
@@ -70,7 +71,7 @@ def prepare(
     plan_only: bool = False,
     resume: bool = True,
 ) -> Any:
-    """Takes over the parameters of `model` and the update of `optimizer` (Adam, AdamW or Lion), and changes both in place. Without an optimizer
+    """Takes over the parameters of `model` and the update of `optimizer` (Adam, AdamW, Lion or Muon), and changes both in place. Without an optimizer
     (None) nothing is trained, whatever requires gradients: tiles have the parameters alone and are written once.
 
     `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory
@@ -96,6 +97,8 @@ def prepare(
         check_moves(settings)
         run_dir, optimizer = run_dir or beside(settings.run_dir or settings.default_dir), NoOptimizer()
     settings = with_optimizer(settings, optimizer)
+    if settings.rule == "Muon":
+        check_matrices(model.named_parameters(), ids_of(optimizer))
     directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
@@ -105,7 +108,8 @@ def prepare(
     experts = Experts(model, wanted, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks.count > 1)
     try:
         experts.cut_optimizer(optimizer)
-        found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart, alignment_of(settings.moments))
+        muon = ids_of(optimizer) if settings.rule == "Muon" else set()
+        found, modules = units_of(model, wanted, frozen, settings.fp32_gradients, trains, experts.apart, alignment_of(settings.moments), muon)
         if plan_only:
             check_optimizer(optimizer)
             return Plan(settings, directory, found, ranks.topology)

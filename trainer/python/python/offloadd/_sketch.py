@@ -48,7 +48,8 @@ def by_size(params: int, units: int) -> nn.Module:
     blocks = nn.ModuleList()
     for _ in range(max(units, 3)):
         block = nn.Module()
-        block.weight = nn.Parameter(torch.empty(params // max(units, 3)))
+        # A matrix, as most of a block's parameters are in.
+        block.weight = nn.Parameter(torch.empty(1, params // max(units, 3)))
         blocks.append(block)
     model = nn.Module()
     model.blocks = blocks

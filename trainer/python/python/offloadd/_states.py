@@ -66,7 +66,7 @@ def _read(param: torch.Tensor, name: str) -> Optional[torch.Tensor]:
             return None
         with run.engine.gathering.gathered(unit):
             return param.detach().float().clone()
-    flat = run.moments.read(unit)[_number(run, name)]
+    flat = run.moments.read(unit)[_number(run, param, name)]
     return Unit.view_of(flat, param, unit.offsets[index]).clone().to(param.device)
 
 
@@ -76,12 +76,12 @@ def _write(param: torch.Tensor, name: str, value: torch.Tensor) -> None:
         raise Error("safe_set_full: the parameter is not trained by an engine of this process: change its values before deepspeed.initialize")
     unit, index = _place(run, param)
     flats = run.moments.read(unit)
-    Unit.view_of(flats[_number(run, name)], param, unit.offsets[index]).copy_(_shaped(param, value))
+    Unit.view_of(flats[_number(run, param, name)], param, unit.offsets[index]).copy_(_shaped(param, value))
     run.moments.set(unit, index, flats)
 
 
-def _number(run: Any, name: str) -> int:
-    kept = ("master", *run.moments.names)
+def _number(run: Any, param: torch.Tensor, name: str) -> int:
+    kept = ("master", *run.moments.names_of(param))
     if name not in kept:
         raise Error(f"the optimizer keeps no {name!r} of a parameter: name " + " or ".join(f'"{one}"' for one in kept[1:]))
     return kept.index(name)

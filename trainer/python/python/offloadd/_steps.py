@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Mapping
+from typing import Any, Container, Iterator, Mapping
 
 import torch
 
+from . import _muon
 from ._commits import Commits
 from ._console import say
+from ._directions import give_directions, momentum_step
 from ._errors import Error
+from ._interrupts import Interrupts
 from ._tile_gradients import PARTIAL, GradientInTile
-from ._supported_optimizers import check_settings
+from ._supported_optimizers import check_rules, check_settings
+
+# lr, beta1, beta2, eps and weight_decay of updates, each once.
+Scalars = list[tuple[float, ...]]
+
+# Of each parameter in the order of the units the number of its scalars, that of its update, and the factor of its gradient.
+OfParams = list[tuple[int, int, float]]
 
 
 class Steps:
@@ -19,6 +29,10 @@ class Steps:
 
     def __init__(self, commits: Commits) -> None:
         self._commits, self.engine = commits, commits.engine
+        units = [unit for unit in self.engine.gathering.units if unit.trained]
+        # The ids of parameters that Muon updates, and the names of all that are trained.
+        self._muon = {id(param) for unit in units if unit.muon for param in unit.params}
+        self._names = {id(param): commits.layout.names[id(param)][0] for unit in units for param in unit.params}
 
     def make(self) -> None:
         """Orders the update of all parameters that have gradients. Without gradients it does nothing."""
@@ -33,11 +47,12 @@ class Steps:
             return
         if gradients.applied:
             raise Error("optimizer.step() twice for one backward: the gradients are gone with the first step; call backward again")
+        check_rules(commits.optimizer, self._muon, self._names)
         check_settings(commits.optimizer)
-        groups, group_of = groups_of(commits.optimizer)
+        scalars, number_of = scalars_of(commits.optimizer, self._muon)
         gradients.settle_changes(given)
         came = {key: held for key, held in gradients.handles.items() if key not in dropped}
-        if any(held.partial for key, held in came.items() if key in group_of):
+        if any(held.partial for key, held in came.items() if key in number_of):
             raise Error(PARTIAL)
         scales = self._scales(came)
         norm = math.sqrt(sum(held.square_sum * held.unscaled**2 for held in came.values())) / (commits.reports.loss_scale or 1.0)
@@ -47,30 +62,41 @@ class Steps:
         if not gradients.are_finite():
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
             say(f"warning: step {commits.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        of_params = self._of_params(scales, group_of)
-        interrupted = None
-        try:
-            commits.core.finish(groups, of_params)
-        except Error:
-            raise
-        except BaseException as error:
-            # A signal's handler ended the wait; the engine ends the step all the same.
-            interrupted = error
+        of_params = self._of_params(scales, number_of)
+        interrupts = Interrupts()
+        # The engine ends an interrupted step all the same.
+        with self._directions(scales, scalars, of_params, interrupts):
+            interrupts.note(lambda: commits.core.finish(scalars, of_params))
         commits.steps_done += 1
         commits.note_step()
         commits.reports.step(commits.steps_done, norm, self.engine.resident_bytes)
         self.engine.updated()
         self.engine.step_ended()
-        if interrupted is not None:
-            raise interrupted
+        interrupts.end()
 
-    def _of_params(self, scales: Mapping[int, float], group_of: Mapping[int, int]) -> list[tuple[int, int, float]]:
-        """Group, number of the update and factor of the gradient for each parameter: 0 is no update."""
+    @contextlib.contextmanager
+    def _directions(self, scales: Mapping[int, float], scalars: Scalars, of_params: OfParams, interrupts: Interrupts) -> Iterator[None]:
+        """Puts directions in place of the gradients of matrices, where Muon updates them. The step must be finished within."""
+        groups = {id(param): group for group in self._commits.optimizer.param_groups for param in group["params"]}
+        came = self._muon & scales.keys() & groups.keys()
+        # Blocks from the last to the first, which the next forward begins with.
+        units = [unit for unit in reversed(self.engine.gathering.units) if any(id(param) in came for param in unit.params)]
+        if not units:
+            yield
+            return
+        momenta = [momentum_step(groups[key], scales[key]) if key in came else None for key in self._commits.layout.index_of]
+        with interrupts.later():
+            self._commits.core.begin_directions([unit.index for unit in units], momenta, scalars, of_params)
+            give_directions(units, groups, came, self.engine.gathering.memory, self._commits.ranks)
+            yield
+
+    def _of_params(self, scales: Mapping[int, float], number_of: Mapping[int, int]) -> OfParams:
+        """The number of its scalars, that of the update and the factor of what is in place of its gradient for each parameter: 0 is no update."""
         updates, found = self._commits.updates, []
         for key, index in self._commits.layout.index_of.items():
-            if key in scales and key in group_of:
+            if key in scales and key in number_of:
                 updates[index] = updates.get(index, 0) + 1
-                found.append((group_of[key], updates[index], scales[key]))
+                found.append((number_of[key], updates[index], 1.0 if key in self._muon else scales[key]))
             else:
                 found.append((0, 0, 1.0))
         return found
@@ -90,17 +116,18 @@ class Steps:
         return scales
 
 
-def groups_of(optimizer: torch.optim.Optimizer) -> tuple[list[tuple[float, ...]], dict[int, int]]:
-    """The settings of each parameter group, and the group of each parameter."""
-    groups, group_of = [], {}
-    for index, group in enumerate(optimizer.param_groups):
-        groups.append(scalars_of(group))
+def scalars_of(optimizer: torch.optim.Optimizer, muon: Container[int]) -> tuple[Scalars, dict[int, int]]:
+    """The scalars of updates, and the number of those of each parameter. Muon updates those with the ids `muon`."""
+    numbers: dict[tuple[float, ...], int] = {}
+    number_of = {}
+    for group in optimizer.param_groups:
         for param in group["params"]:
-            group_of[id(param)] = index
-    return groups, group_of
+            found = _muon.scalars_of(group, param.shape) if id(param) in muon else _scalars_of(group)
+            number_of[id(param)] = numbers.setdefault(found, len(numbers))
+    return list(numbers), number_of
 
 
-def scalars_of(group: Mapping[str, Any]) -> tuple[float, ...]:
+def _scalars_of(group: Mapping[str, Any]) -> tuple[float, ...]:
     """The settings of a group, as the engine takes them."""
     beta1, beta2 = group["betas"]
     return tuple(float(one) for one in (group["lr"], beta1, beta2, group.get("eps", 0), group["weight_decay"]))

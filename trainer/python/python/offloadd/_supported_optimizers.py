@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Container, Mapping
 
 import torch
 
@@ -11,12 +11,15 @@ from . import _muon
 from ._config import Settings
 from ._errors import Error, NotSupported
 from ._lion import Lion
-from ._muon import Muon
+from ._muon import MuonWithAdamW, TorchMuon
 from ._untrained import NoOptimizer
 
 _SCHEDULERS = "torch.optim.lr_scheduler"
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
+
+# Those whose groups may have matrices that Muon updates.
+_MUONS = (MuonWithAdamW, TorchMuon)
 
 # Moments of a parameter in PyTorch's form, by the rule of the update. Tiles have them in this order.
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "Lion": ("exp_avg",), "Muon": ("momentum_buffer",)}
@@ -52,7 +55,7 @@ _CLASS = {"AdamW": "torch.optim.AdamW", "Lion": "lion_pytorch.Lion"}
 _LIONS = ("lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion")
 
 # What is Muon here.
-_MUON = "offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks"
+_MUON = "offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks and are updated by AdamW"
 
 # Options that change the update.
 _OPTIONS = ("amsgrad", "maximize", "differentiable")
@@ -64,8 +67,11 @@ _SAVE_MEMORY = ("4bit", "8bit", "fp8", "paged", "galore", "apollo", "lomo", "lay
 def check_optimizer(optimizer: Any) -> None:
     """Refuses an optimizer whose update is not the engine's."""
     kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer) or kind not in (*_KINDS, Lion, NoOptimizer) and name_of(kind) not in _LIONS:
+    plain = plain_of(kind)
+    if not isinstance(optimizer, torch.optim.Optimizer) or plain not in (*_KINDS, *_MUONS, Lion, NoOptimizer) and name_of(plain) not in _LIONS:
         raise _refusal(optimizer)
+    if plain is not kind:
+        optimizer.check_bare()
     step = vars(optimizer).get("step", kind.step)
     while getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS:
         # A scheduler notes only that it was called.
@@ -107,11 +113,32 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def plain_of(kind: type) -> type:
+    """The class whose update a class of `offloadd.optim` has; another class is its own."""
+    return vars(kind).get("plain", kind)
+
+
+def check_rules(optimizer: torch.optim.Optimizer, muon: Container[int], names: Mapping[int, str]) -> None:
+    """Refuses groups that another rule updates than the one for which the tiles of their parameters were made: Muon's for those with the ids `muon`. `names`
+    has the parameters that have tiles, by their ids."""
+    if rule_of(optimizer) != "Muon":
+        return
+    for group in optimizer.param_groups:
+        rule = _muon.rule_of(group)
+        for param in group["params"]:
+            if id(param) in names and (rule == "Muon") != (id(param) in muon):
+                then = "AdamW" if rule == "Muon" else "Muon"
+                raise NotSupported(
+                    f"{names[id(param)]} is in a group that is updated by {rule} now, and {then} has updated it since the optimizer began: divide parameters into "
+                    "groups before the first step, and leave use_muon as it is"
+                )
+
+
 def rule_of(optimizer: Any) -> str:
     """Whose rule updates the parameters of an optimizer: "AdamW", also for Adam, "Lion" or "Muon". Refuses others."""
     # A subclass is one that a run has made of the script's optimizer.
     for kind in type(optimizer).__mro__:
-        if kind is Muon:
+        if kind in _MUONS:
             return "Muon"
         if kind is Lion or name_of(kind) in _LIONS:
             return "Lion"
@@ -123,10 +150,12 @@ def rule_of(optimizer: Any) -> str:
 def _refusal(optimizer: Any) -> Error:
     """Why an optimizer's update is not the engine's."""
     kind, name = type(optimizer), name_of(type(optimizer))
+    if isinstance(optimizer, (list, tuple)) and any(isinstance(one, torch.optim.Optimizer) for one in optimizer):
+        return NotSupported(f"{len(optimizer)} optimizers: a run has one; put all parameters into its groups, for Muon and AdamW into those of {_MUON}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         return Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
     return NotSupported(
-        f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW or lion_pytorch.Lion only: {_instead(kind, name)}"
+        f"the optimizer is {name}, and offloadd updates with torch.optim.Adam, torch.optim.AdamW, torch.optim.Muon or lion_pytorch.Lion only: {_instead(kind, name)}"
     )
 
 
@@ -140,7 +169,7 @@ def name_of(kind: type) -> str:
 def rule_named(optim: str) -> str:
     """The rule of the update that a Trainer's argument `optim` names. Refuses those that are no rule here, and says which is near."""
     if optim not in NAMED:
-        other = f"; in a loop of your own, {_MUON}: its momentum takes 4 bytes" * ("muon" in optim)
+        other = f'; a DeepSpeed configuration with optimizer.type = "Muon", or, passed to the Trainer, {_MUON}' * ("muon" in optim)
         raise NotSupported(f'optim="{optim}" is not supported: use optim="{_NAME[_nearest(optim)]}", {_bytes(_nearest(optim))}{other}')
     return NAMED[optim]
 
@@ -161,8 +190,16 @@ def maker(optim: str, kind: type[torch.optim.Optimizer]) -> type:
 
 def with_optimizer(settings: Settings, optimizer: Any) -> Settings:
     """The settings of a run with the rule of its optimizer, and with the moments of the name that a Trainer has made it by."""
-    settings, optim = dataclasses.replace(settings, rule=rule_of(optimizer)), getattr(optimizer, _NAME_HERE, None)
+    settings, optim = with_rule(settings, rule_of(optimizer)), getattr(optimizer, _NAME_HERE, None)
     return settings if optim is None else with_optim(settings, optim)
+
+
+def with_rule(settings: Settings, rule: str) -> Settings:
+    """The settings of a run whose optimizer has a rule. Refuses numbers that it does not have."""
+    for key, value in (("moments", settings.moments), ("master", settings.master)):
+        if rule == "Muon" and value != "fp32":
+            raise NotSupported(f'{key} = "{value}" with Muon, whose momentum and masters lie in fp32: leave {key} out')
+    return dataclasses.replace(settings, rule=rule)
 
 
 def with_optim(settings: Settings, optim: str) -> Settings:
@@ -190,7 +227,7 @@ def _bytes(rule: str) -> str:
 
 def _instead(kind: type, name: str) -> str:
     if "muon" in name.lower():
-        return f"use {_MUON}, without offloadd.prepare: parameters stay in memory, and its momentum takes 4 bytes a parameter in host memory or on drives"
+        return f"use {_MUON}"
     rule = _nearest(name)
     use = f'use {_CLASS[rule]} (a Trainer makes it with optim="{_NAME[rule]}")'
     if issubclass(kind, _KINDS):

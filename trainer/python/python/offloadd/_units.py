@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
+from typing import Any, Container, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -79,8 +79,10 @@ class Unit:
     watch: Any = None
     # Whether native code may read and write the flat tensor.
     access: Optional[Access] = None
-    # Whether it has matrices that Muon updates, or their momentum.
+    # Whether Muon updates it: a direction made of whole matrices takes the place of each gradient.
     muon: bool = False
+    # Whether each rank has a part of its own, with parameters of its own.
+    sharded: bool = False
 
     def __repr__(self) -> str:
         # torch writes hooks into warnings, and hooks have units.
@@ -128,6 +130,11 @@ class Unit:
     def plan_params(self) -> list[dict[str, int]]:
         """The place of each parameter, for the extension."""
         return [{"offset": offset, "elems": part.numel()} for part, offset in zip(self.parts, self.offsets)]
+
+    def tensors(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters, each with the tensor like it whose numbers `flat` has in its place."""
+        for param, offset in zip(self.params, self.offsets):
+            yield param, self.view_of(flat, param, offset)
 
     def address(self, start: int, item_bytes: int) -> int:
         """Where the unit begins whose memory begins at `start`, with so many bytes an element."""
@@ -258,10 +265,12 @@ def units_of(
     trains: bool = True,
     apart: Optional[Mapping[nn.Module, nn.Module]] = None,
     align_elems: int = ALIGN_ELEMS,
+    muon: Container[int] = (),
 ) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
     frozen parameters stay where they are. Gradients lie in tiles in fp32 or in the parameters' type. Unless the run `trains`, no unit is
-    trained, whatever requires gradients. Modules of blocks that are in `apart` are units of their own, which come with the module it names.
+    trained, whatever requires gradients. Modules of blocks that are in `apart` are units of their own, which come with the module it names. Parameters with
+    the ids `muon`, which Muon updates, are in units of their own.
     """
     users = users_of(model)
     params = [param for param in model.parameters() if param.requires_grad or frozen]
@@ -292,17 +301,19 @@ def units_of(
     in_blocks: set[int] = set()
 
     def add(name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
-        groups: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, torch.dtype, bool, bool], list[nn.Parameter]] = {}
         for param in own:
-            groups.setdefault((not (trains and param.requires_grad), packed[id(param)].part.dtype, param.is_meta), []).append(param)
-        for (frozen, dtype, _), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), one[0][2])):
-            kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * (trains and frozen)
+            trained = trains and param.requires_grad
+            groups.setdefault((not trained, packed[id(param)].part.dtype, param.is_meta, trained and id(param) in muon), []).append(param)
+        for (frozen, dtype, _, by_muon), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), *one[0][2:])):
+            kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, *_ in groups}) > 1) + ["frozen"] * (trains and frozen) + ["Muon"] * by_muon
             modules[len(units)] = apart.get(module, module)
             label = f"{name} ({', '.join(kind)})" if kind else name
             of_unit = [packed[id(param)] for param in of_group]
             of = dict(root=module is model, apart=apart.get(module) is module, packed=of_unit, align_elems=ALIGN_ELEMS if frozen else align_elems)
             unit = Unit(len(units), label, of_group, trained=not frozen, **of)
-            unit.gradient_dtype = torch.float32 if fp32_gradients else dtype
+            unit.muon = by_muon
+            unit.gradient_dtype = torch.float32 if fp32_gradients else gradient_dtype(dtype, by_muon)
             units.append(unit)
 
     for name, module, own in candidates:
@@ -313,6 +324,12 @@ def units_of(
     if rest:
         add("(root)", model, rest)
     return units, modules
+
+
+def gradient_dtype(came: torch.dtype, muon: bool) -> torch.dtype:
+    """The type in tiles of gradients that have `came` in one."""
+    # A direction is bf16, and its small numbers are none of fp16.
+    return torch.float32 if muon and came == torch.float16 else came
 
 
 def _blocks_and(apart: Mapping[nn.Module, nn.Module], model: nn.Module, wanted: Optional[Sequence]) -> Iterator[tuple[str, nn.Module]]:

@@ -37,9 +37,6 @@ __all__ = ["AdamW", "Lion", "Muon", "clip_grad_norm_"]
 
 Directory = Union[str, os.PathLike]
 
-# What `torch.optim.AdamW` has for a group that does not say it.
-_AUX = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-
 # Those of this process, to find the one that has a parameter.
 _optimizers: "weakref.WeakSet[_Alone]" = weakref.WeakSet()
 _numbers = itertools.count()
@@ -66,7 +63,12 @@ class _Alone(PreparedOptimizer):
         self._number, self._overlap_backward, self._overlap_commit = next(_numbers), overlap_backward, overlap_commit
         directories = [Path(one).absolute() for one in ([directory] if isinstance(directory, (str, os.PathLike)) else directory or ())]
         self._directory = directories[0] if directories else None
-        self._settings = _settings(directories, socket, {"moments": moments, "master": master, "commit_every": commit_every, **(options or {})})
+        own = {"moments": moments, "master": master, "commit_every": commit_every}
+        self._settings = _settings(directories, socket, {**own, **(options or {})})
+        given = {"directory": directories, "socket": socket, "overlap_backward": overlap_backward, "overlap_commit": overlap_commit, "options": options}
+        usual = {"moments": "fp32", "master": "fp32", "commit_every": 1}
+        # The arguments that say where the state lies and how it is committed.
+        self._given = [name for name, value in given.items() if value] + [name for name, value in own.items() if value != usual[name]]
         if any(changing.values()):
             raise NotSupported(f"{', '.join(changing)} change the update: leave them out")
 
@@ -76,6 +78,15 @@ class _Alone(PreparedOptimizer):
         if self._run is None:
             self._run = open_run(self, self._settings, self._directory, resume, track, self._overlap_backward, self._overlap_commit)
         return self._run
+
+    def check_bare(self) -> None:
+        """Refuses what `offloadd.prepare` cannot take over: an optimizer that has begun, or whose arguments say where its state is."""
+        if self._run is not None:
+            raise NotSupported("offloadd.prepare with an optimizer of offloadd.optim that has begun: pass one that has made no step and loaded no state")
+        if self._given:
+            raise NotSupported(
+                f"offloadd.prepare with {', '.join(self._given)} of an optimizer of offloadd.optim: leave them out, the configuration says where the state lies"
+            )
 
     def resume(self, track: Sequence[Any] = ()) -> int:
         """Continues where the last step ended that an earlier start has committed in `directory`: with its parameters, moments, parameter groups and
@@ -199,6 +210,8 @@ class AdamW(_Alone, torch.optim.AdamW):
     left in the directory. With several ranks, all must make the same calls.
     """
 
+    plain = torch.optim.AdamW
+
     def __init__(
         self,
         params: Any,
@@ -233,6 +246,8 @@ class Lion(_Alone, _lion.Lion):
     """Lion with its state where `AdamW` has it: masters and one moment. The first arguments are those of `lion_pytorch.Lion`, whose state is loaded
     too, the others those of `AdamW`."""
 
+    plain = _lion.Lion
+
     def __init__(
         self,
         params: Any,
@@ -254,13 +269,17 @@ class Lion(_Alone, _lion.Lion):
         _optimizers.add(self)
 
 
-class Muon(_Alone, _muon.Muon):
+class Muon(_Alone, _muon.MuonWithAdamW):
     """`torch.optim.Muon` with its state where `AdamW` has it: masters and one momentum, in fp32. The first arguments are those of `torch.optim.Muon`,
     which needs torch 2.9, the others those of `AdamW`. A matrix that is divided over ranks is gathered for its update, and each rank computes the
     direction of all of it.
 
     Muon is for the matrices of blocks. A group with `use_muon=False`, as the reference implementation has it, is updated as `torch.optim.AdamW`
-    does, with its `lr`, `betas`, `eps` and `weight_decay`, and committed with the same step: for embeddings, the head, biases and norms."""
+    does, with its `lr`, `betas`, `eps` and `weight_decay`, and committed with the same step: for embeddings, the head, biases and norms.
+
+    `offloadd.prepare` takes it too, without the arguments that say where its state is."""
+
+    plain = _muon.MuonWithAdamW
 
     def __init__(
         self,
@@ -283,30 +302,12 @@ class Muon(_Alone, _muon.Muon):
     ) -> None:
         self._init(directory, socket, "fp32", "fp32", commit_every, overlap_backward, overlap_commit, options, {})
         given = dict(momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
-        groups = [params] if isinstance(params, torch.Tensor) else list(params)
-        by_muon = [not isinstance(group, dict) or _muon.rule_of(group) == "Muon" for group in groups]
-        super().__init__([group for group, muon in zip(groups, by_muon) if muon], lr=lr, weight_decay=weight_decay, **given)
-        if not all(by_muon):
-            matrices, count = iter(self.param_groups[:]), len(self.param_groups)
-            for group, muon in zip(groups, by_muon):
-                muon or self.add_param_group(group)
-            rest = iter(self.param_groups[count:])
-            self.param_groups[:] = [next(matrices if muon else rest) for muon in by_muon]
+        super().__init__(params, lr=lr, weight_decay=weight_decay, **given)
         _optimizers.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim, before the optimizer has begun. A group with `use_muon=False` has what `torch.optim.AdamW` has where it says nothing."""
-        super().add_param_group(param_group if _muon.rule_of(param_group) == "Muon" else {**_AUX, **param_group})
-
-    def _load_groups(self, state_dict: Mapping[str, Any]) -> None:
-        for number, (own, loaded) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-            ours, theirs = _muon.rule_of(own), _muon.rule_of(loaded)
-            if ours != theirs:
-                raise NotSupported(
-                    f"group {number} of the optimizer's state is updated by {theirs}, and this optimizer's by {ours}: load the state of one with use_muon=False "
-                    "in the same groups"
-                )
-        super()._load_groups(state_dict)
+        super().add_param_group(_muon.completed(param_group))
 
 
 def _settings(directories: Sequence[Path], socket: Optional[Directory], own: Mapping[str, Any]) -> Settings:

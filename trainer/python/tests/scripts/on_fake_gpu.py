@@ -47,6 +47,10 @@ class WaitingMover:
         self._mover.ready(unit, stream)
         call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))
 
+    def revise(self, unit, slot, address, stream):
+        self._mover.revise(unit, slot, address, stream)
+        call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))
+
     def grad_room(self, slot, stream):
         self._mover.grad_room(slot, stream)
         call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))

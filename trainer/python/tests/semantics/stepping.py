@@ -393,6 +393,7 @@ _with("`foreach=False`", lambda m: adamw(m.parameters(), foreach=False))
 _with("`fused=True`", lambda m: adamw(m.parameters(), fused=True))
 _with("a learning rate that is a tensor", lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), eps=1e-4))
 _with("a learning rate of zero", lambda m: adamw(m.parameters(), lr=0.0))
+_with("Muon of the matrices", lambda m: torch.optim.Muon([p for p in m.blocks.parameters() if p.dim() == 2], lr=1e-4))
 _with("some parameters only", lambda m: adamw(m.blocks.parameters()))
 _with("only the head", lambda m: adamw(m.last.parameters()))
 _with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=BOTH)
@@ -409,7 +410,11 @@ _refused("NAdam", "use torch.optim.AdamW", lambda m: torch.optim.NAdam(m.paramet
 _refused("RAdam", "use torch.optim.AdamW", lambda m: torch.optim.RAdam(m.parameters()))
 _refused("Adamax", "use torch.optim.AdamW", lambda m: torch.optim.Adamax(m.parameters()))
 _refused("Adafactor", "use torch.optim.AdamW", lambda m: torch.optim.Adafactor(m.parameters()))
-_refused("Muon", "use offloadd.optim.Muon", lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]))
+_refused(
+    "Muon and AdamW, one each",
+    "into those of offloadd.optim.Muon",
+    lambda m: [torch.optim.Muon([p for p in m.blocks.parameters() if p.dim() == 2]), adamw(m.last.parameters())],
+)
 _refused("LBFGS", "use torch.optim.AdamW", lambda m: torch.optim.LBFGS(m.parameters()))
 _refused("SparseAdam", "use torch.optim.AdamW", lambda m: torch.optim.SparseAdam(list(m.parameters())))
 _refused("an AdamW of a script's own", "use torch.optim.AdamW", lambda m: type("MyAdamW", (torch.optim.AdamW,), {})(m.parameters()))

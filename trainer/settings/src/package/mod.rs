@@ -24,7 +24,7 @@ use crate::resolve::reports::{Monitor, monitor_of};
 use crate::resolve::schedule::schedule;
 use crate::resolve::{Faults, at_least, not_negative, value, word};
 use crate::toml::{Bf16Toml, PackageToml, SchedulerToml};
-use crate::values::{OptimizerKind, Tier};
+use crate::values::{MuonSettings, OptimizerKind, OptimizerSettings, Tier};
 use crate::{deepspeed, files, json};
 
 /// Checked settings of a script that the package trains.
@@ -104,6 +104,21 @@ pub struct Optimizer {
     pub betas: [f64; 2],
     pub eps: f64,
     pub weight_decay: f64,
+    /// `Some` for Muon.
+    pub muon: Option<MuonSettings>,
+}
+
+impl From<OptimizerSettings> for Optimizer {
+    fn from(settings: OptimizerSettings) -> Self {
+        Self {
+            kind: settings.kind,
+            lr: settings.lr,
+            betas: settings.betas,
+            eps: settings.eps,
+            weight_decay: settings.weight_decay,
+            muon: settings.muon,
+        }
+    }
 }
 
 /// Parses a file's text as DeepSpeed does. `path` is for messages.
@@ -207,13 +222,7 @@ fn resolve(
                 &mut Remarks::default(),
                 faults,
             );
-            found.map(|found| Optimizer {
-                kind: found.kind,
-                lr: found.lr,
-                betas: found.betas,
-                eps: found.eps,
-                weight_decay: found.weight_decay,
-            })
+            found.map(Optimizer::from)
         }
         false => None,
     };

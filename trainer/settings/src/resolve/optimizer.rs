@@ -47,7 +47,7 @@ pub fn optimizer(
     match name.to_ascii_lowercase().as_str() {
         "adamw" => {}
         "lion" => kind = OptimizerKind::Lion,
-        "muon" if reader == Reader::Trainer => kind = OptimizerKind::Muon,
+        "muon" => kind = OptimizerKind::Muon,
         // DeepSpeed's Adam decouples weight decay by default.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
         "adam" => faults.0.push(value(
@@ -302,7 +302,7 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     let kind = kind.to_ascii_lowercase();
     if reader == Reader::Package {
         return if kind.contains("muon") {
-            "use \"AdamW\", \"Adam\" or \"Lion\"; or offloadd.optim.Muon in a loop of your own, whose parameters stay in memory"
+            "use \"Muon\""
         } else if kind.contains("lion") {
             "use \"Lion\", with offloadd.moments = \"bf16\" or \"8bit\" for less memory"
         } else if kind.contains("8bit") || kind.contains("paged") {

@@ -94,32 +94,25 @@ keys! {
         #[only(trainer)]
         pub no_decay: Option<Vec<String>>,
         pub adam_w_mode: Option<bool>,
-        #[only(trainer)]
         pub muon_lr: Option<f64>,
-        #[only(trainer)]
         pub adam_lr: Option<f64>,
-        #[only(trainer)]
         pub momentum: Option<f64>,
         /// Muon: whether a direction is made of gradient and momentum, as torch.optim.Muon does, or of the momentum alone.
         #[default("true")]
         #[example("false")]
-        #[only(trainer)]
         pub nesterov: Option<bool>,
         /// Muon: steps of Newton and Schulz's iteration.
         #[default("5")]
         #[example("6")]
-        #[only(trainer)]
         pub ns_steps: Option<u64>,
         /// Muon: coefficients of the iteration's polynomial.
         #[default("[3.4445, -4.775, 2.0315]")]
         #[example("[2.0, -1.5, 0.5]")]
-        #[only(trainer)]
         pub ns_coefficients: Option<[f64; 3]>,
         /// Muon: what the rate of a matrix is multiplied by: "original", the root of rows over columns and at least 1, or "match_rms_adamw", 0.2 times the
         /// root of the larger of them, with which AdamW's rate and weight decay can be kept.
         #[default("\"original\"")]
         #[example("\"match_rms_adamw\"")]
-        #[only(trainer)]
         pub adjust_lr_fn: Option<String>,
     }
 
