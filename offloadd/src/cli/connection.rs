@@ -8,8 +8,9 @@ use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
 use offloadd::metrics::Snapshot;
 use tonic::transport::{Channel, Endpoint};
+use tonic::{Response, Status};
 
-/// Limit for connecting and for one answer. A daemon that works answers in microseconds.
+/// Limit for connecting and for one answer. A daemon that works answers in microseconds, and one with a busy drive in seconds.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
 /// Enough for the contents of a store with 1024 jobs.
@@ -22,17 +23,20 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime> {
         .context("starting the async runtime")
 }
 
-/// A daemon that answers, and the socket it answers at.
+/// A daemon, and the socket it answers at. Calls go through [`Self::ask`] or [`Self::work`], so that none waits forever for a daemon
+/// that is stuck.
 pub(crate) struct Daemon {
     pub(crate) socket: PathBuf,
-    pub(crate) client: OffloadClient<Channel>,
+    client: OffloadClient<Channel>,
 }
 
 impl Daemon {
     pub(crate) async fn connect(socket: &Path) -> Result<Self> {
         let name = socket.to_str().context("the socket's path must be UTF-8")?;
         let absolute = std::path::absolute(name)?;
-        let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?;
+        let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?
+            .http2_keep_alive_interval(ANSWER_WAIT / 2)
+            .keep_alive_timeout(ANSWER_WAIT / 2);
         let connecting = tokio::time::timeout(ANSWER_WAIT, endpoint.connect()).await;
         let channel = connecting
             .map_err(|_| anyhow::anyhow!("no answer within {} s", ANSWER_WAIT.as_secs()))
@@ -48,16 +52,51 @@ impl Daemon {
         })
     }
 
+    /// Makes a call and waits at most [`ANSWER_WAIT`] for its answer.
+    ///
+    /// # Errors
+    /// If no answer comes in time, or the daemon refuses.
+    pub(crate) async fn ask<T>(
+        &mut self,
+        call: impl AsyncFnOnce(&mut OffloadClient<Channel>) -> Result<Response<T>, Status>,
+    ) -> Result<T> {
+        let answer = tokio::time::timeout(ANSWER_WAIT, call(&mut self.client)).await;
+        let answer = answer.map_err(|_| {
+            let (socket, seconds) = (self.socket.display(), ANSWER_WAIT.as_secs());
+            anyhow::anyhow!(
+                "the daemon at {socket} did not answer within {seconds} s: its log may name a drive that hangs; a change that was asked for \
+                 may still be made"
+            )
+        })?;
+        let answer = answer.map_err(|status| refusal(&self.socket, &status))?;
+        Ok(answer.into_inner())
+    }
+
+    /// Makes a call that may take as long as its work takes, or whose answer is a stream. Ends when the daemon's process is stuck: it no
+    /// longer answers the pings of the connection.
+    ///
+    /// # Errors
+    /// If the daemon refuses, ends or is stuck.
+    pub(crate) async fn work<T>(
+        &mut self,
+        call: impl AsyncFnOnce(&mut OffloadClient<Channel>) -> Result<Response<T>, Status>,
+    ) -> Result<T> {
+        let answer = call(&mut self.client).await;
+        let answer = answer.map_err(|status| refusal(&self.socket, &status))?;
+        Ok(answer.into_inner())
+    }
+
     pub(crate) async fn snapshot(&mut self) -> Result<Snapshot> {
-        let asking = self.client.metrics(proto::MetricsRequest {});
-        let answer = tokio::time::timeout(ANSWER_WAIT, asking)
-            .await
-            .with_context(|| {
-                let (socket, seconds) = (self.socket.display(), ANSWER_WAIT.as_secs());
-                format!("the daemon at {socket} did not answer within {seconds} s")
-            })?
-            .map_err(|status| refusal(&self.socket, &status))?;
-        Ok(answer.into_inner().try_into()?)
+        let asking =
+            async |client: &mut OffloadClient<_>| client.metrics(proto::MetricsRequest {}).await;
+        Ok(self.ask(asking).await?.try_into()?)
+    }
+
+    /// Returns the jobs of the store that the caller may see.
+    pub(crate) async fn jobs(&mut self) -> Result<Vec<proto::JobContent>> {
+        let asking =
+            async |client: &mut OffloadClient<_>| client.inspect(proto::InspectRequest {}).await;
+        Ok(self.ask(asking).await?.jobs)
     }
 
     /// Two snapshots, `interval` apart.

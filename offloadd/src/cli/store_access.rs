@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use offload_api::proto;
+use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::{Config, SOCKET_DEFAULT};
 
-use super::connection::{Daemon, refusal};
+use super::connection::Daemon;
 
 /// Process that holds the store.
 pub(super) enum Holder {
@@ -60,8 +61,12 @@ pub(super) async fn serving(which: &WhichStore) -> Result<Daemon> {
 /// # Errors
 /// If there are no settings and no daemon answers, or if the daemon serves other devices than the settings list.
 pub(super) async fn holder(which: &WhichStore) -> Result<Holder> {
+    // The answer also shows that the daemon is not stuck: connecting succeeds all the same then.
+    let describe =
+        async |client: &mut OffloadClient<_>| client.describe(proto::DescribeRequest {}).await;
     let Some(config) = &which.config else {
-        let daemon = Daemon::connect(&which.socket()?).await?;
+        let mut daemon = Daemon::connect(&which.socket()?).await?;
+        daemon.ask(describe).await?;
         return Ok(Holder::Daemon(Box::new(daemon)));
     };
     let config = Config::read(config)?;
@@ -72,9 +77,7 @@ pub(super) async fn holder(which: &WhichStore) -> Result<Holder> {
     let Ok(mut daemon) = Daemon::connect(&config.socket).await else {
         return Ok(Holder::Nobody(Box::new(config)));
     };
-    let about = daemon.client.describe(proto::DescribeRequest {}).await;
-    let about = about.map_err(|status| refusal(&config.socket, &status))?;
-    let served = about.into_inner().devices;
+    let served = daemon.ask(describe).await?.devices;
     let listed = |device: &proto::Device| {
         let mut devices = config.devices.iter();
         devices.any(|path| path == Path::new(&device.path))

@@ -137,13 +137,14 @@ async fn scrub(
     options: &VerifyOptions,
     audience: Audience,
 ) -> Result<VerifyResult> {
-    let Daemon { socket, client } = daemon;
-    let failed = |status: tonic::Status| refusal(socket, &status);
     let request = proto::ScrubRequest {
         bytes_per_s: options.rate.unwrap_or(SCRUB_BYTES_PER_S),
         job: options.job.clone().unwrap_or_default(),
     };
-    let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
+    let scrub = daemon.work(async |client| client.scrub(request).await);
+    let mut answers = scrub.await?;
+    let socket = &daemon.socket;
+    let failed = |status: tonic::Status| refusal(socket, &status);
     let mut work = Progress::new("scrubbing", Unit::Bytes, audience);
     let mut found = VerifyResult {
         by_daemon: true,

@@ -419,13 +419,7 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
             .spawn()
             .unwrap()
     };
-    // A scrub's thread has its own name; starting another scrub to test this would take its place.
-    let scrubs = || {
-        let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
-        tasks.flatten().any(|task| {
-            std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name == "scrub\n")
-        })
-    };
+    let scrubs = || daemon.is_scrubbing();
     let started = Instant::now();
     let first = slow();
     eventually("the first runs", SOON, scrubs);

@@ -28,6 +28,7 @@ mod sessions;
 mod settings;
 mod soak;
 mod strace;
+mod stuck;
 mod top;
 mod unlisted;
 mod weights;

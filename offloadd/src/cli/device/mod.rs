@@ -11,7 +11,7 @@ use offload_api::proto;
 use offload_support::outln;
 use offload_support::units::ApproxBytes;
 
-use super::connection::{Daemon, refusal, runtime};
+use super::connection::{Daemon, runtime};
 use super::store_access::{Holder, WhichStore, holder, serving};
 
 #[derive(Subcommand)]
@@ -159,9 +159,9 @@ fn utf8(path: &Path) -> Result<String> {
 
 async fn add(daemon: &mut Daemon, path: &Path, request: proto::AddDeviceRequest) -> Result<()> {
     let limit = at_most(request.rebalance_bytes_per_s_max);
-    let asked = daemon.client.add_device(request).await;
-    let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
-    let reply = reply.into_inner();
+    // The daemon fills the file and measures it.
+    let adding = daemon.work(async |client| client.add_device(request).await);
+    let reply = adding.await?;
     print_added(
         path,
         reply.number,
@@ -192,11 +192,11 @@ async fn drain(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Result<()
         path: utf8(path)?,
         rebalance_bytes_per_s_max: rate,
     };
-    let asked = daemon.client.drain_device(request).await;
-    let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    let draining = daemon.ask(async |client| client.drain_device(request).await);
+    let reply = draining.await?;
     outln!(
         "{} move away from {} while jobs run{}; `offloadd device list` shows the progress.",
-        ApproxBytes(reply.into_inner().left_bytes),
+        ApproxBytes(reply.left_bytes),
         path.display(),
         at_most(rate)
     );
@@ -206,8 +206,8 @@ async fn drain(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Result<()
 
 async fn limit(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
     let request = proto::LimitMovesRequest { bytes_per_s_max };
-    let asked = daemon.client.limit_moves(request).await;
-    asked.map_err(|status| refusal(&daemon.socket, &status))?;
+    let limiting = daemon.ask(async |client| client.limit_moves(request).await);
+    limiting.await?;
     outln!(
         "Tiles now move{}; `offloadd device list` shows the progress.",
         at_most(Some(bytes_per_s_max))

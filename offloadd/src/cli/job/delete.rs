@@ -7,23 +7,20 @@ use offload_support::units::ApproxBytes;
 use offloadd::store::definition::JobName;
 
 use super::WhichJob;
-use crate::cli::connection::{refusal, runtime};
+use crate::cli::connection::runtime;
 use crate::cli::store_access::{WhichStore, serving};
 
 pub(super) fn run(which: &WhichJob, force: bool, store: &WhichStore) -> Result<()> {
     JobName::new(which.job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
     let freed_bytes = runtime()?.block_on(async {
         let mut daemon = serving(store).await?;
-        let content = daemon.client.inspect(proto::InspectRequest {}).await;
-        let content = content.map_err(|status| refusal(&daemon.socket, &status))?;
-        check(which.find(&content.into_inner().jobs)?, force)?;
+        check(which.find(&daemon.jobs().await?)?, force)?;
         let request = proto::DropJobRequest {
             job: which.job.clone(),
             uid: which.uid,
         };
-        let answer = daemon.client.drop_job(request).await;
-        let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
-        anyhow::Ok(reply.into_inner().freed_bytes)
+        let reply = daemon.ask(async |client| client.drop_job(request).await);
+        anyhow::Ok(reply.await?.freed_bytes)
     })?;
     outln!(
         "deleted job {}: {} freed",

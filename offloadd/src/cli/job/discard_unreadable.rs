@@ -30,9 +30,8 @@ pub(super) fn run(
             job: job.clone(),
             uid: which.uid,
         };
-        let answer = daemon.client.discard_unreadable(request).await;
-        let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
-        anyhow::Ok(reply.into_inner().newest_generation)
+        let reply = daemon.ask(async |client| client.discard_unreadable(request).await);
+        anyhow::Ok(reply.await?.newest_generation)
     })?;
     match (newest, force) {
         (0, _) => outln!(
@@ -50,10 +49,7 @@ pub(super) fn run(
 
 /// Compares the remaining tiles. The daemon refuses a job that has no unreadable record.
 async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>) -> Result<()> {
-    let socket = &daemon.socket;
-    let failed = |status: tonic::Status| refusal(socket, &status);
-    let stored = daemon.client.inspect(proto::InspectRequest {}).await;
-    let stored = stored.map_err(failed)?.into_inner().jobs;
+    let stored = daemon.jobs().await?;
     let asked = |uid, job: &str| uid == which.owner() && job == which.job;
     if !(stored.iter()).any(|job| asked(job.uid, &job.job) && !job.unreadable.is_empty()) {
         return Ok(());
@@ -62,8 +58,10 @@ async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>
         bytes_per_s: bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S),
         job: which.job.clone(),
     };
-    let answers = daemon.client.scrub(request).await;
-    let mut answers = answers.map_err(failed)?.into_inner();
+    let scrub = daemon.work(async |client| client.scrub(request).await);
+    let mut answers = scrub.await?;
+    let socket = &daemon.socket;
+    let failed = |status: tonic::Status| refusal(socket, &status);
     let mut work = Progress::new(
         "comparing the remaining tiles",
         Unit::Bytes,

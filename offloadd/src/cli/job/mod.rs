@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use offload_api::proto;
 
-use super::connection::{refusal, runtime};
+use super::connection::runtime;
 use super::open_all;
 use super::store_access::{Holder, WhichStore, holder};
 
@@ -152,11 +152,7 @@ pub(crate) fn run(command: JobCommand) -> Result<()> {
 fn jobs(store: &WhichStore) -> Result<Vec<proto::JobContent>> {
     runtime()?.block_on(async {
         match holder(store).await? {
-            Holder::Daemon(mut daemon) => {
-                let answer = daemon.client.inspect(proto::InspectRequest {}).await;
-                let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
-                Ok(reply.into_inner().jobs)
-            }
+            Holder::Daemon(mut daemon) => daemon.jobs().await,
             Holder::Nobody(config) => content::read(&open_all(&config)?),
         }
     })

@@ -132,6 +132,14 @@ impl Daemon {
         panic!("the daemon has not ended after {limit:?}");
     }
 
+    /// Whether a scrub runs: its thread has its own name. Starting another scrub to test this would take its place.
+    pub(crate) fn is_scrubbing(&self) -> bool {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        tasks.flatten().any(|task| {
+            std::fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name == "scrub\n")
+        })
+    }
+
     pub(crate) fn control(&self) -> Control {
         Control::connect(&self.socket)
     }
