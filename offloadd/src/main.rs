@@ -78,8 +78,9 @@ enum Command {
   offloadd supervise --config /etc/offloadd/offloadd.toml
   kill -USR2 PID                                  # restarts the daemon from the installed program; PID is this command's
 
-Sessions keep their memory, their rings and what they have written since the last commit. SIGHUP reloads the settings; SIGTERM
-ends the daemon and its sessions. With systemd, `systemctl restart offloadd` restarts the daemon in the same way.")]
+Sessions keep their memory, their rings and what they have written since the last commit. If the settings cannot be served, the
+running daemon stays, and the log says why. SIGHUP reloads the settings; SIGTERM ends the daemon and its sessions. With systemd,
+`offloadd check-config FILE && systemctl restart offloadd` restarts the daemon in the same way.")]
     Supervise {
         /// Settings file
         #[arg(long, value_name = "FILE")]

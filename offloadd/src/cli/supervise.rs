@@ -2,7 +2,8 @@
 //! it reads the messages that the daemon sends to `NOTIFY_SOCKET`, keeps the descriptors in them, and passes them to the next daemon.
 //!
 //! ```text
-//!   SIGUSR2 ─▶ SIGTERM to the daemon ─▶ it hands over and ends ─▶ start the installed program
+//!   SIGUSR2 ─▶ the installed program checks the settings ─▶ SIGTERM to the daemon ─▶ it hands over and ends ─▶ start the installed program
+//!                                     └▶ they cannot be served: the daemon stays
 //!   the daemon fails, or cannot be started ─▶ retry after a second, at most five times in five minutes
 //!   SIGTERM, SIGINT ─▶ SIGINT to the daemon ─▶ it ends its sessions and ends ─▶ exit
 //! ```
@@ -118,6 +119,8 @@ impl Supervisor {
             };
             let mut ended = tokio::task::spawn_blocking(move || wait(child));
             let (mut ending, mut renewing) = (false, false);
+            // Reading a drive that hangs may take long, and the daemon's messages are read meanwhile.
+            let mut checking = None;
             let status = loop {
                 tokio::select! {
                     status = &mut ended => break status.context("waiting for the daemon")??,
@@ -128,7 +131,20 @@ impl Supervisor {
                     _ = terminate.recv() => { ending = true; tell(Signal::INT); }
                     _ = interrupt.recv() => { ending = true; tell(Signal::INT); }
                     _ = reload.recv() => tell(Signal::HUP),
-                    _ = renew.recv() => { renewing = true; tell(Signal::TERM); }
+                    _ = renew.recv() => {
+                        let (program, config) = (self.program.clone(), self.config.clone());
+                        checking = Some(tokio::task::spawn_blocking(move || check(&program, &config)));
+                    }
+                    checked = async { checking.as_mut().expect("the condition").await }, if checking.is_some() => {
+                        checking = None;
+                        match checked.context("checking the settings")? {
+                            Ok(()) => { renewing = true; tell(Signal::TERM); }
+                            Err(error) => tracing::error!(
+                                "the daemon was not replaced and continues: {}; send SIGUSR2 again once this is corrected",
+                                whole(&error)
+                            ),
+                        }
+                    }
                 }
             };
             // Read the last messages of the ended daemon.
@@ -234,6 +250,17 @@ impl Supervisor {
                 .extend(fds.into_iter().map(|fd| (name.to_owned(), fd)));
         }
     }
+}
+
+/// Asks the program that would be started whether it could serve `config`.
+fn check(program: &Path, config: &Path) -> Result<()> {
+    let mut command = Command::new(program);
+    let output = command.arg("check-config").arg(config).output();
+    let output = output.with_context(|| format!("starting {}", program.display()))?;
+    if !output.status.success() {
+        bail!("{}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
 }
 
 fn wait(mut child: Child) -> io::Result<ExitStatus> {

@@ -17,10 +17,13 @@ fn daemon_of(supervisor: &Daemon) -> Option<i32> {
         std::fs::read_to_string(task.unwrap().path().join("children")).unwrap_or_default()
     });
     let children = children.collect::<String>();
-    children
-        .split_whitespace()
-        .next()
-        .map(|pid| pid.parse::<i32>().unwrap())
+    // Another child checks settings.
+    let serves = |pid: &&str| {
+        std::fs::read_to_string(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.contains("serve\0"))
+    };
+    let daemon = children.split_whitespace().find(serves);
+    daemon.map(|pid| pid.parse::<i32>().unwrap())
 }
 
 #[test]
@@ -68,6 +71,11 @@ fn sessions_wait_while_the_program_cannot_be_started() {
     supervisor.signal(Signal::USR2);
     let log = BufReader::new(supervisor.child.stderr.take().unwrap());
     let mut lines = log.lines().map(Result::unwrap);
+    let kept = lines.find(|line| line.contains("was not replaced and continues"));
+    assert!(kept.unwrap().contains("No such file"));
+    // The daemon itself is asked to hand over.
+    let pid = rustix::process::Pid::from_raw(daemon_of(&supervisor).unwrap()).unwrap();
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
     let printed = lines.find(|line| line.contains("could not be started"));
     assert!(printed.unwrap().contains("starting it again in a second"));
     assert!(!session.hung_up(Duration::ZERO));
@@ -93,6 +101,25 @@ fn a_supervisor_restarts_its_daemon_when_asked_and_when_it_fails_and_ends_it_wit
     let working = session.begin(&mut control, 3);
     fill_tiles(&mut session, 3, working, 4);
     let first = daemon_of(&supervisor).unwrap();
+    // Settings that cannot be served replace no daemon that works.
+    let good = std::fs::read_to_string(&store.config).unwrap();
+    std::fs::write(
+        &store.config,
+        good.replace("arena_bytes_max", "arena_bytes_mx"),
+    )
+    .unwrap();
+    supervisor.signal(Signal::USR2);
+    let log = BufReader::new(supervisor.child.stderr.take().unwrap());
+    let mut lines = log.lines().map(Result::unwrap);
+    let kept = lines.find(|line| line.contains("was not replaced and continues"));
+    let kept = kept.unwrap();
+    assert!(
+        kept.contains("ERROR") && kept.contains("arena_bytes_mx"),
+        "{kept}"
+    );
+    assert_eq!(daemon_of(&supervisor), Some(first));
+    std::thread::spawn(move || lines.for_each(drop));
+    std::fs::write(&store.config, good).unwrap();
     supervisor.signal(Signal::USR2);
     eventually("another one runs", LONG, || {
         daemon_of(&supervisor).is_some_and(|pid| pid != first)
