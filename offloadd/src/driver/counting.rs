@@ -141,11 +141,13 @@ impl Driver {
         let file = self.files[device.0 as usize].as_ref()?;
         let found = file.metadata().ok().filter(Metadata::is_file)?;
         if found.nlink() == 0 {
-            let descriptor = file.as_raw_fd();
+            let (pid, descriptor) = (std::process::id(), file.as_raw_fd());
+            let (uid, gid) = (found.uid(), found.gid());
+            let path = &self.core.device_states()[device.0 as usize].path;
             return Some(format!(
-                "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=always \
-                 /proc/{}/fd/{descriptor} NEW",
-                std::process::id()
+                "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=never \
+                 /proc/{pid}/fd/{descriptor} NEW; then stop offloadd, mv NEW {path}, chown {uid}:{gid} {path}, chmod 600 {path}, and start \
+                 offloadd"
             ));
         }
         let length = DATA_OFFSET + self.core.superblock_of(device).data_bytes;

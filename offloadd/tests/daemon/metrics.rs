@@ -195,6 +195,15 @@ fn a_device_file_that_is_deleted_or_truncated_while_it_serves_is_told_where_peop
         panic!("nothing is printed");
     };
     assert!(trouble.contains("its file was deleted"), "{trouble}");
+    // Without holes: a full file system would fail the copy's writes later.
+    let path = store.devices[1].display();
+    for what in [
+        "cp --sparse=never /proc/",
+        &format!("mv NEW {path}"),
+        "chmod 600",
+    ] {
+        assert!(trouble.contains(what), "{what}: {trouble}");
+    }
     let mut list = program();
     list.args(["device", "list", "--socket"]);
     let output = list.arg(store.socket()).output().unwrap();
