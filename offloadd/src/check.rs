@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::arena::lock_outlook;
 use crate::config::{Config, PageAddress};
-use crate::device::{Device, DeviceBlocks, DeviceError, unreserved};
+use crate::device::{Device, DeviceBlocks, DeviceError, Risk};
 use crate::findings::{Finding, Severity, worst};
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
@@ -110,7 +110,7 @@ fn devices(config: &Config) -> Vec<Finding> {
         let what = format!("device {}", path.display());
         match Device::open_readonly(path) {
             Ok(device) => {
-                findings.push(writable(what, path, &device));
+                findings.extend(writable(&what, path, &device));
                 opened.push(device);
             }
             Err(error) => {
@@ -130,7 +130,11 @@ fn devices(config: &Config) -> Vec<Finding> {
             for (one, device) in all.unlisted.iter().zip(&all.devices[opened.len()..]) {
                 let path = Path::new(one.path());
                 findings.push(Finding::hint("devices", one.to_string(), &line));
-                findings.push(writable(format!("device {}", path.display()), path, device));
+                findings.extend(writable(
+                    &format!("device {}", path.display()),
+                    path,
+                    device,
+                ));
             }
             all.devices
         }
@@ -160,22 +164,20 @@ fn devices(config: &Config) -> Vec<Finding> {
     findings
 }
 
-fn writable(what: String, path: &Path, device: &Device) -> Finding {
+/// Whether this process may write to the device, and what is wrong with one that it may write to.
+fn writable(what: &str, path: &Path, device: &Device) -> Vec<Finding> {
     let access = Access::READ_OK | Access::WRITE_OK;
-    match accessat(CWD, path, access, AtFlags::EACCESS) {
-        Ok(()) if device.has_holes() => Finding::hint(
-            what,
-            "has holes, so writes fail when the file system is full",
-            format!("fallocate --length {} {}", device.bytes(), path.display()),
-        ),
-        Ok(()) => match device.copies_on_write() {
-            Some(name) => Finding::hint(
-                what,
-                unreserved(name),
-                "use ext4 or XFS, or the block device itself; on btrfs at least `chattr +C` on the empty directory; then format again",
-            ),
-            None => Finding::fine(what, ApproxBytes(device.bytes()).to_string()),
-        },
+    let problem = match accessat(CWD, path, access, AtFlags::EACCESS) {
+        Ok(()) => {
+            let risks = device.risks().into_iter();
+            let hints: Vec<_> = risks
+                .map(|Risk { what: why, fix }| Finding::hint(what, why, fix))
+                .collect();
+            return match hints.is_empty() {
+                true => vec![Finding::fine(what, ApproxBytes(device.bytes()).to_string())],
+                false => hints,
+            };
+        }
         Err(Errno::ROFS) => Finding::problem(
             what,
             "its file system is read-only for this process; the service may write only to the paths named in its unit",
@@ -189,7 +191,8 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
             let why = format!("uid {uid} may not read and write it: {errno}");
             Finding::problem(what, why, owned(path))
         }
-    }
+    };
+    vec![problem]
 }
 
 fn fix_of(error: &DeviceError, path: &Path) -> String {

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use offload_support::outln;
 use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
-use offloadd::device::{Device, DeviceBlocks, unreserved};
+use offloadd::device::{Device, DeviceBlocks};
 use offloadd::engine::EngineChoice;
 use offloadd::measure::{MeasureError, measure_blank};
 use offloadd::metrics::MovedBeside;
@@ -91,8 +91,8 @@ fn make_store(
         devices.iter().try_for_each(Device::check_blank)?;
     }
     for device in &devices {
-        if let Some(name) = device.copies_on_write() {
-            eprintln!("offloadd: {}: {}", device.path(), unreserved(name));
+        for risk in device.risks() {
+            eprintln!("offloadd: {}: {}", device.path(), risk.what);
         }
     }
     let rates = measure_together(&devices, engine)?;

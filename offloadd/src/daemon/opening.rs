@@ -8,7 +8,7 @@ use offload_support::progress::{Audience, Progress, Unit};
 use super::service_manager::{report_progress, say_status};
 use crate::blocks::BlockError;
 use crate::config::Config;
-use crate::device::{Device, DeviceBlocks};
+use crate::device::{Device, DeviceBlocks, Risk};
 use crate::retry;
 use crate::store::StoreError;
 use crate::store::metadata_device::{self, MetadataMove};
@@ -40,12 +40,10 @@ pub(super) fn open(
     if private {
         devices.iter().try_for_each(Device::check_ours_alone)?;
     }
-    for device in devices.iter().filter(|device| device.has_holes()) {
-        tracing::warn!(
-            "device {} has holes, so writes fail when the file system is full; if it was copied, copy it again with `cp \
-             --sparse=never`",
-            device.path()
-        );
+    for device in &devices {
+        for Risk { what, fix } in device.risks() {
+            tracing::warn!("device {}: {what}: {fix}", device.path());
+        }
     }
     let (mut store, unwritable) = recover_store(&devices, sessions_wait)?;
     // After recovery, which fails if a device is missing: the line would lack that device.

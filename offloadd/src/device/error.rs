@@ -10,6 +10,10 @@ use offload_support::units::ApproxBytes;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
+/// Consequence of a file that is not its owner's alone.
+pub(super) const OTHERS_COULD: &str =
+    "so that other users could read or change the training's state";
+
 /// Why a device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
@@ -38,9 +42,7 @@ pub enum DeviceError {
         path: PathBuf,
     },
     /// Other users could read or change the file.
-    #[error(
-        "device {path}: {why}, so that other users could read or change the training's state: {fix}"
-    )]
+    #[error("device {path}: {why}, {OTHERS_COULD}: {fix}")]
     Shared {
         /// Path in the settings.
         path: PathBuf,

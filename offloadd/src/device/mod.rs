@@ -7,6 +7,7 @@
 mod blocks;
 mod error;
 mod lock;
+mod risk;
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
@@ -16,7 +17,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use offload_api::BLOCK_BYTES;
-use rustix::fs::{FallocateFlags, IFlags, OFlags};
+use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
@@ -24,6 +25,7 @@ pub use self::blocks::DeviceBlocks;
 pub use self::error::DeviceError;
 use self::error::{failed, kind_of, limited, on_open};
 use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
+pub use self::risk::{IN_MEMORY, Risk};
 use crate::io::AlignedBytes;
 use crate::store::DATA_OFFSET;
 
@@ -231,12 +233,10 @@ impl Device {
             let why = format!("it belongs to uid {}, and this is uid {us}", found.uid());
             return refused(why, elsewhere);
         }
-        let mode = found.mode() & 0o777;
-        if mode & 0o077 != 0 {
-            let fix = format!("chmod 600 {}", path.display());
-            return refused(format!("it has mode {mode:04o}"), fix);
+        match self.mode_for_others() {
+            Some((why, fix)) => refused(why, fix),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Path in the settings.
@@ -277,24 +277,6 @@ impl Device {
     /// Size of the device.
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// Whether parts of the file have no space on its file system yet, so that a write may find it full. A file system that
-    /// compresses reports this of every file.
-    pub fn has_holes(&self) -> bool {
-        (self.file.metadata()).is_ok_and(|found| found.is_file() && is_sparse(&found))
-    }
-
-    /// Returns the file system's name if it never overwrites in place, so that the file's reserved space guarantees nothing:
-    /// writes fail when the file system is full.
-    pub fn copies_on_write(&self) -> Option<&'static str> {
-        let in_place = || {
-            let flags = rustix::fs::ioctl_getflags(&*self.file);
-            flags.is_ok_and(|flags| flags.contains(IFlags::NOCOW))
-        };
-        let found = rustix::fs::fstatfs(&*self.file).ok()?;
-        let is_file = self.file.metadata().is_ok_and(|found| found.is_file());
-        copy_on_write(found.f_type as u64).filter(|_| is_file && !in_place())
     }
 
     /// The file, for an engine. Closing the last copy releases the lock.
@@ -362,48 +344,7 @@ impl Device {
     }
 }
 
-/// Identifies the file system by the magic number of `statfs`.
-fn copy_on_write(magic: u64) -> Option<&'static str> {
-    match magic & 0xffff_ffff {
-        0x9123_683e => Some("btrfs"),
-        0x2fc1_2fc1 => Some("zfs"),
-        0xca45_1a4e => Some("bcachefs"),
-        _ => None,
-    }
-}
-
-/// Describes the consequence of a file system that [`Device::copies_on_write`] names.
-pub fn unreserved(file_system: &str) -> String {
-    format!(
-        "{file_system} never overwrites in place, so the file's space is not reserved: writes fail when the file system is full, and \
-         with them training"
-    )
-}
-
 fn block_device_bytes(mut file: &File) -> io::Result<u64> {
     use std::io::Seek;
     file.seek(io::SeekFrom::End(0))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn file_systems_that_copy_what_is_overwritten_are_known_and_others_are_not_accused() {
-        for (magic, name) in [
-            (0x9123_683e, "btrfs"),
-            (0x2fc1_2fc1, "zfs"),
-            (0xca45_1a4e, "bcachefs"),
-            // The magic number sign-extended from 32 bits.
-            (0x9123_683e_u32 as i32 as u64, "btrfs"),
-        ] {
-            assert_eq!(copy_on_write(magic), Some(name));
-        }
-        // ext4, XFS, tmpfs, NFS.
-        for magic in [0xef53, 0x5846_5342, 0x0102_1994, 0x6969] {
-            assert_eq!(copy_on_write(magic), None);
-        }
-        assert!(unreserved("btrfs").contains("the file's space is not reserved"));
-    }
 }

@@ -7,11 +7,11 @@ use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
 use super::Roots;
-use crate::device::{Device, DeviceError};
+use crate::device::{Device, DeviceError, IN_MEMORY, Risk};
 use crate::findings::Finding;
 
-/// Checks each place.
-pub(super) fn examine(roots: &Roots, paths: &[PathBuf]) -> Vec<Finding> {
+/// Checks each place. `of_settings`: devices that were checked with the settings.
+pub(super) fn examine(roots: &Roots, paths: &[PathBuf], of_settings: &[PathBuf]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for place in paths {
         let what = format!("device {}", place.display());
@@ -27,17 +27,14 @@ pub(super) fn examine(roots: &Roots, paths: &[PathBuf]) -> Vec<Finding> {
                 continue;
             }
         };
-        if there != *place {
+        if there != *place && !of_settings.contains(place) {
             findings.push(Finding::hint(
                 what,
                 format!(
                     "does not exist; checked {} instead, where the file would be created",
                     there.display()
                 ),
-                format!(
-                    "mount its drive at {}; nothing to do if `offloadd format` is to create the file",
-                    place.display()
-                ),
+                "mount its drive; nothing to do if `offloadd format` is to create the file",
             ));
         }
         if !metadata.file_type().is_block_device() {
@@ -45,6 +42,14 @@ pub(super) fn examine(roots: &Roots, paths: &[PathBuf]) -> Vec<Finding> {
             findings.push(room(&there));
         }
         findings.push(direct(&there, &metadata));
+        // Those of devices in the settings are among the findings about the settings.
+        if !of_settings.contains(place)
+            && let Ok(device) = Device::open_readonly(&there)
+        {
+            let risks = device.risks().into_iter();
+            let what = format!("device {}", place.display());
+            findings.extend(risks.map(|Risk { what: why, fix }| Finding::hint(&what, why, fix)));
+        }
     }
     findings
 }
@@ -74,11 +79,7 @@ fn file_system(roots: &Roots, there: &Path) -> Finding {
     match kind.as_deref() {
         None => Finding::fine(what, "unknown"),
         Some(kind @ ("ext4" | "xfs")) => Finding::fine(what, kind),
-        Some("tmpfs" | "ramfs") => Finding::problem(
-            what,
-            "stores its files in memory: they do not survive a reboot",
-            "use a directory on a drive",
-        ),
+        Some("tmpfs" | "ramfs") => Finding::problem(what, IN_MEMORY, "use a directory on a drive"),
         Some(kind @ ("btrfs" | "zfs" | "bcachefs")) => Finding::hint(
             what,
             format!(
@@ -109,14 +110,7 @@ fn room(there: &Path) -> Finding {
     };
     let free_bytes = space.f_bavail * space.f_frsize;
     let message = format!("{} free", ApproxBytes(free_bytes));
-    match Device::open_readonly(there) {
-        Ok(device) if device.has_holes() => Finding::hint(
-            what,
-            format!("{message}; the device has holes, so writes fail when the file system is full"),
-            format!("fallocate --length {} {}", device.bytes(), there.display()),
-        ),
-        _ => Finding::fine(what, message),
-    }
+    Finding::fine(what, message)
 }
 
 /// Tries direct I/O; in a directory, with an unnamed temporary file.
@@ -177,18 +171,24 @@ mod tests {
     #[test]
     fn a_place_that_is_nowhere_is_a_problem() {
         let roots = Roots::default();
-        let found = examine(&roots, &["/no/such/directory/device".into()]);
+        let found = examine(&roots, &["/no/such/directory/device".into()], &[]);
         assert_eq!(found[0].severity, Problem);
         let absent = |found: &[Finding]| {
             let hints = found.iter().filter(|one| one.severity == Hint);
             (hints.filter(|one| one.message.starts_with("does not exist; checked"))).count()
         };
         let dir = tempfile::tempdir().unwrap();
-        let here = examine(&roots, &[dir.path().to_owned()]);
+        let here = examine(&roots, &[dir.path().to_owned()], &[]);
         assert_eq!(absent(&here), 0, "{here:?}");
         let places = ["a", "b"].map(|name| dir.path().join(name));
-        let found = examine(&roots, &places);
+        let found = examine(&roots, &places, &[]);
         assert_eq!(absent(&found), 2, "missing devices are reported: {found:?}");
+        let once = examine(&roots, &places, &places);
+        assert_eq!(
+            absent(&once),
+            0,
+            "the check of the settings reports them: {once:?}"
+        );
         assert!(
             std::fs::read_dir(dir.path()).unwrap().next().is_none(),
             "no file remains"

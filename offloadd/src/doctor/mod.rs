@@ -89,7 +89,11 @@ pub fn examine(
         findings.push(memory::locking());
     }
     findings.push(memory::descriptors(config));
-    findings.extend(drives::examine(roots, paths));
+    findings.extend(drives::examine(
+        roots,
+        paths,
+        config.map_or(&[], |config| &config.devices),
+    ));
     findings.extend(links::examine(roots));
     let has_gpus = nvidia.as_ref().is_some_and(|found| !found.gpus.is_empty());
     findings.extend(gpus::examine(nvidia));

@@ -113,6 +113,78 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
 }
 
 #[test]
+fn what_can_be_served_but_should_not_be_is_named_with_what_mends_it() {
+    let store = Store::new(1, "auto");
+    let device = store.devices[0].display().to_string();
+    let shell = |line: &str| {
+        let output = std::process::Command::new("sh").args(["-c", line]).output();
+        let output = output.unwrap();
+        assert!(output.status.success(), "{}", words(&output));
+    };
+    let copied = format!(
+        "cp --sparse=always {device} {device}.new && mv {device}.new {device} && chmod 600 {device}"
+    );
+    for (made, why, fix) in [
+        (
+            format!("chmod 606 {device}"),
+            "has mode 0606, so that other users could read",
+            format!("chmod 600 {device}"),
+        ),
+        (
+            copied,
+            "has holes",
+            format!("fallocate --length {} {device}", 8 << 20),
+        ),
+    ] {
+        assert!(!words(&check(&store.config)).contains(why));
+        shell(&made);
+        let checked = words(&check(&store.config));
+        let hint = format!("HINT    device {device}: ");
+        assert!(
+            checked.contains(&hint) && checked.contains(why) && checked.contains(&fix),
+            "{checked}"
+        );
+        let output = program()
+            .args(["doctor", "--config"])
+            .arg(&store.config)
+            .output()
+            .unwrap();
+        assert_eq!(words(&output).matches(why).count(), 1, "{}", words(&output));
+        let printed = last_words(store.serve());
+        let warned = printed
+            .lines()
+            .find(|line| line.contains("WARN") && line.contains(why));
+        assert!(warned.expect(&printed).contains(&fix), "{printed}");
+        // What is advised removes the cause.
+        shell(&fix);
+        assert!(!words(&check(&store.config)).contains(why));
+    }
+}
+
+#[test]
+fn a_store_in_memory_is_made_with_a_warning() {
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let tiles = dir.path().join("tiles");
+    let mut command = program();
+    let output = command
+        .arg("format")
+        .arg(&tiles)
+        .args(["--size", "8MiB"])
+        .output();
+    let printed = words(&output.unwrap());
+    if printed.contains("O_DIRECT") {
+        println!(
+            "skipped: a_store_in_memory_is_made_with_a_warning: no direct I/O on tmpfs before Linux 6.6"
+        );
+        return;
+    }
+    assert!(
+        printed.contains("tmpfs stores its files in memory: they do not survive a reboot"),
+        "{printed}"
+    );
+}
+
+#[test]
 fn a_damaged_store_is_refused_and_left_as_it_is() {
     let store = Store::new(1, "auto");
     let file = std::fs::OpenOptions::new()
