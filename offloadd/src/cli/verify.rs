@@ -258,6 +258,10 @@ fn text(found: &VerifyResult) -> String {
         },
         found.verdict()
     );
+    if found.damaged_count > 0 {
+        text += "Begin each job with a damaged tile again from a checkpoint (`trainer train RUN.toml --resume-from STEP`; `trainer runs` lists \
+                 them), or without one from the beginning (`--fresh`)\n";
+    }
     text
 }
 

@@ -401,6 +401,12 @@ impl Core {
         self.data.jobs.contents(viewer)
     }
 
+    /// Whether damage that a scrub found is new: each version of a tile counts once, whoever finds it.
+    pub fn is_new_damage(&mut self, uid: u32, job: &JobName, damage: &TileDamage) -> bool {
+        let key = JobKey::new(uid, job.clone());
+        self.data.jobs.is_new_damage(&key, damage)
+    }
+
     /// Some committed tiles of a job from `at` on; `None` if there is no such job.
     pub fn committed_tiles(&self, at: &TilePosition) -> Option<CommittedTiles> {
         let paths = self.admin.devices.paths();

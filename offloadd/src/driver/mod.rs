@@ -443,8 +443,11 @@ impl Driver {
                     job,
                     damage,
                 } => {
-                    let place = self.ledger.index_of(uid, &job);
-                    self.report_damage(place, uid, damage, by_process);
+                    // A process's report was compared with what was counted when it came.
+                    if by_process || self.core.is_new_damage(uid, &job, &damage) {
+                        let place = self.ledger.index_of(uid, &job);
+                        self.report_damage(place, uid, damage, by_process);
+                    }
                 }
                 Message::Change(change) => {
                     self.limits = change.limits;

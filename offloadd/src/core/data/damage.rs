@@ -1,9 +1,11 @@
-//! Damaged tiles that processes report. A report counts if it fits the current state of the job, and once for each version of the
-//! tile.
+//! Damaged tiles that processes report and scrubs find. A process's report counts if it fits the current state of the job. Each version
+//! of a tile counts once.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceNumber, TileIndex};
 
+use super::JobKey;
+use super::jobs::JobTable;
 use super::members::Member;
 use super::stored::{Activity, StoredJob};
 use crate::core::operations::Operations;
@@ -39,6 +41,22 @@ impl Member<'_> {
                 ),
             )),
         }
+    }
+}
+
+impl JobTable {
+    /// Whether damage that a scrub has confirmed was not counted before; false if its job or its extent has gone.
+    pub(in crate::core) fn is_new_damage(&mut self, key: &JobKey, damage: &TileDamage) -> bool {
+        let stored = self.get_mut(key).and_then(|job| job.stored.as_mut());
+        stored.is_some_and(|stored| {
+            let extents = stored.table.extents.get(damage.tile.0 as usize);
+            let found = Extent {
+                device: damage.device,
+                offset: damage.offset,
+            };
+            let which = extents.and_then(|two| two.iter().position(|extent| *extent == found));
+            which.is_some_and(|which| stored.damaged.insert((damage.tile, which as u8)))
+        })
     }
 }
 
