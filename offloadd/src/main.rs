@@ -150,7 +150,8 @@ speed, and checks the store's own structures as well.")]
   offloadd top --json | jq .devices                              # one line of JSON per interval
 
 Everyone sees all devices and their own jobs; root and the daemon's user see all jobs. `weight` is the configured weight of a user
-beside other users, or of a job beside its user's other jobs. `actual` is the part of the bytes moved during the interval. Bandwidth
+beside other users, or of a job beside its user's other jobs. `actual` is the part of all bytes moved during the interval that a user
+had, or of the user's bytes that a job had. Bandwidth
 that one does not use goes to the others. `total written` counts from the daemon's start.")]
     Top(cli::top::TopOptions),
 }

@@ -8,7 +8,7 @@ use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
 use super::between::{TransferRates, before_of_device, before_of_job, continued, since};
-use super::users;
+use super::users::{self, UserLine};
 
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     let (before, seconds) = continued(before, now);
@@ -55,6 +55,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
         lines.push(line.trim_end().to_owned());
     }
     let users = users::users(before, now, seconds);
+    lines.extend(users_at_work(&users));
     lines.push(String::new());
     lines.push(format!(
         "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9} {:>7} {:>10} {:>13}  blocked on",
@@ -102,6 +103,32 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     if idle_count > 0 {
         let jobs = CountOf(idle_count, "job");
         lines.push(format!("{jobs} in the store without a session"));
+    }
+    lines
+}
+
+/// Formats the users with sessions, each beside all others; nothing if there are none.
+fn users_at_work(users: &[UserLine]) -> Vec<String> {
+    let at_work = users.iter().filter(|user| user.session_count > 0);
+    let mut lines: Vec<_> = at_work
+        .map(|user| {
+            format!(
+                "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
+                format!("uid {}", user.uid),
+                rate(user.read_bytes_per_s),
+                rate(user.written_bytes_per_s),
+                user.weight,
+                actual(user.actual),
+                user.session_count
+            )
+        })
+        .collect();
+    if !lines.is_empty() {
+        let head = format!(
+            "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
+            "user", "read", "write", "weight", "actual", "sessions"
+        );
+        lines.splice(0..0, [String::new(), head]);
     }
     lines
 }
@@ -197,7 +224,8 @@ fn rate(bytes_per_s: f64) -> String {
         none if none < 1.0 => "-".into(),
         small if small < 1e6 => format!("{:.1} kB/s", small / 1e3),
         middle if middle < 1e9 => format!("{:.1} MB/s", middle / 1e6),
-        large => format!("{:.2} GB/s", large / 1e9),
+        large if large < 1e10 => format!("{:.2} GB/s", large / 1e9),
+        larger => format!("{:.1} GB/s", larger / 1e9),
     }
 }
 

@@ -115,6 +115,9 @@ device                                read     write  busy queue      read p50/p
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us        3.8 GB
 ..directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -        0.0 MB  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
+user                                  read     write weight actual  sessions
+uid 1000                         12.4 GB/s 640.0 MB/s    300   100%         1
+
 job                                   read     write weight actual     slots  commit generation total written  blocked on
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        3.8 GB  8 reads, 1 write, commit (3 of 8 ranks)
 1 job in the store without a session
@@ -333,10 +336,10 @@ fn the_screen_is_never_fuller_than_the_terminal() {
         }
     }
     let ended = |rows| looks.on_screen([rows, 80]).contains("Ctrl-C ends");
-    assert_eq!([11, 10].map(ended), [true, false]);
+    assert_eq!([14, 13].map(ended), [true, false]);
     let screen = looks.on_screen([4, 80]);
     assert!(
-        screen.contains("and 6 more lines: offloadd top --once"),
+        screen.contains("and 9 more lines: offloadd top --once"),
         "{screen}"
     );
 }

@@ -11,13 +11,13 @@ use super::between::{TransferRates, before_of_device, before_of_job};
 
 #[derive(Serialize)]
 pub(super) struct UserLine {
-    uid: u32,
-    weight: u32,
-    session_count: u64,
-    read_bytes_per_s: f64,
-    written_bytes_per_s: f64,
+    pub(super) uid: u32,
+    pub(super) weight: u32,
+    pub(super) session_count: u64,
+    pub(super) read_bytes_per_s: f64,
+    pub(super) written_bytes_per_s: f64,
     /// `None` if no bytes were moved.
-    actual: Option<f64>,
+    pub(super) actual: Option<f64>,
 }
 
 /// Users of the visible jobs, ordered by user ID.
