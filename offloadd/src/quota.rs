@@ -1,9 +1,9 @@
 //! Limits from the settings: of the daemon in total, and of each user and job.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::store::catalog::JOBS_MAX;
-use crate::store::definition::JobName;
+use crate::store::definition::{JobName, run_name};
 
 /// Weight of a user among users, and of a job among its user's jobs, if the settings do not set one.
 pub const WEIGHT_DEFAULT: u32 = 100;
@@ -104,10 +104,34 @@ impl Quotas {
         own.or(self.default)
     }
 
-    /// Returns the quota that applies to a job.
+    /// Returns the quota that applies to a job: of its name, else of its run's name.
     pub fn of_job(&self, uid: u32, name: &JobName) -> Quota {
-        let own = self.jobs.get(&uid).and_then(|jobs| jobs.get(name));
+        let own = self.jobs.get(&uid).and_then(|jobs| {
+            let of_run = || jobs.get(run_name(name.as_str())?);
+            jobs.get(name).or_else(of_run)
+        });
         own.copied().unwrap_or_default().or(self.job)
+    }
+
+    /// Returns the quotas of single jobs that apply to none of `jobs`, as the settings name them.
+    pub fn without_job<'a>(&self, jobs: impl Iterator<Item = (u32, &'a JobName)>) -> Vec<String> {
+        let mut named: BTreeSet<(u32, &str)> = BTreeSet::new();
+        for (uid, job) in jobs {
+            named.extend(
+                [Some(job.as_str()), run_name(job.as_str())]
+                    .into_iter()
+                    .flatten()
+                    .map(|name| (uid, name)),
+            );
+        }
+        let all = self
+            .jobs
+            .iter()
+            .flat_map(|(uid, jobs)| jobs.keys().map(move |name| (*uid, name)));
+        let unused = all.filter(|(uid, name)| !named.contains(&(*uid, name.as_str())));
+        unused
+            .map(|(uid, name)| format!("quota.uid.{uid}.job.{name}"))
+            .collect()
     }
 
     /// Returns the weights of a job and its user in the drives' queues.

@@ -59,7 +59,7 @@ struct QuotaToml {
     ///
     /// Default: `100`. Example: `300`.
     weight: Option<u32>,
-    /// Quotas of a user's jobs, by name.
+    /// Quotas of a user's jobs, by the job's name or its run's.
     #[serde(default)]
     job: BTreeMap<String, QuotaToml>,
 }
@@ -223,7 +223,16 @@ mod tests {
             (own.weight, own.sessions_max, own.inflight_max),
             (Some(200), Some(2), Some(16))
         );
-        for other in [job(1000, "llama"), job(7, "llama.7b")] {
+        // The name of a run applies to its job, whose name ends with random digits.
+        assert_eq!(job(1000, "llama.7b-1dad8fd8bc5ae5a4"), own);
+        let others = [
+            job(1000, "llama"),
+            job(7, "llama.7b"),
+            job(1000, "llama.7b-2"),
+            job(1000, "llama.7b-1dad8fd8bc5ae5ag"),
+            job(1000, "old-llama.7b-1dad8fd8bc5ae5a4"),
+        ];
+        for other in others {
             assert_eq!(other, quotas.job);
             assert_eq!((other.weight, other.inflight_max), (Some(50), Some(16)));
         }

@@ -23,7 +23,7 @@ use super::service_manager::{
     feed_watchdog, has_manager, keep, say_ready, say_reloading, say_status, say_stopping,
 };
 use crate::config::Config;
-use crate::core::Viewer;
+use crate::core::{JobState, Viewer};
 use crate::driver::{DriverError, DriverHandle, Running};
 use crate::error_text::whole;
 use crate::handover::HandedOver;
@@ -64,7 +64,17 @@ impl StartSettings {
     /// Applies changed settings. Invalid settings change nothing; settings that need a restart are logged.
     fn reload(&self, owner: &DriverHandle) {
         say_reloading();
-        let read = served(owner).and_then(|served| reload::read(&self.file, &self.config, &served));
+        let read = served(owner).and_then(|(served, jobs)| {
+            let reload = reload::read(&self.file, &self.config, &served)?;
+            let jobs = jobs.iter().map(|job| (job.uid, &job.job));
+            for unused in reload.change.quotas.without_job(jobs) {
+                tracing::info!(
+                    "{}: [{unused}] applies to no job in the store now",
+                    self.file.display()
+                );
+            }
+            Ok(reload)
+        });
         let done = match read {
             Err(error) => {
                 tracing::error!("the settings stay unchanged: {}", whole(&error));
@@ -90,7 +100,8 @@ impl StartSettings {
     }
 }
 
-fn served(owner: &DriverHandle) -> Result<Vec<ListedDevice>> {
+/// Returns the devices and the jobs of the store.
+fn served(owner: &DriverHandle) -> Result<(Vec<ListedDevice>, Vec<JobState>)> {
     let asked = "asking which devices are served";
     let snapshot = owner.snapshot(Viewer::All).context(asked)?;
     let snapshot = snapshot.blocking_recv().context(asked)?.context(asked)?;
@@ -98,7 +109,8 @@ fn served(owner: &DriverHandle) -> Result<Vec<ListedDevice>> {
         path: (&view.state.path).into(),
         leaving: view.state.status.phase == Some(Phase::Draining),
     });
-    Ok(devices.collect())
+    let jobs = snapshot.jobs.iter().map(|view| view.state.clone());
+    Ok((devices.collect(), jobs.collect()))
 }
 
 /// Runs reloads one after the other on a thread of their own, because checking a device that hangs must not delay SIGTERM.

@@ -185,6 +185,45 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     assert_eq!(left["jobs"].as_array().unwrap().len(), 0, "{left}");
 }
 
+#[test]
+fn the_name_of_a_run_is_enough_where_it_has_one_job() {
+    let store = Store::new(1, "auto");
+    let daemon = store.serve();
+    let mut control = daemon.control();
+    let names = [
+        "run-1dad8fd8bc5ae5a4",
+        "two-1dad8fd8bc5ae5a4",
+        "two-2dad8fd8bc5ae5a4",
+    ];
+    for name in names {
+        control.session(name).begin(&mut control, 1);
+    }
+    let told = |name: &str, more: &[&str]| words(&command(name, &store, more).output().unwrap());
+    assert!(told("job show", &["run"]).starts_with("run-1dad8fd8bc5ae5a4 (uid "));
+    let both = told("job show", &["two"]);
+    assert!(
+        both.contains("2 jobs of runs named two")
+            && both.contains(names[1])
+            && both.contains(names[2]),
+        "{both}"
+    );
+    let own = rustix::process::geteuid().as_raw();
+    let other = told("job show", &["run", "--uid", "4242"]);
+    assert!(
+        other.contains(&format!(
+            "but uid {own} has {}: select the owner with --uid",
+            names[0]
+        )),
+        "{other}"
+    );
+    eventually("its session has ended", SOON, || {
+        let printed = told("job delete", &["run"]);
+        printed.contains("deleted job run-1dad8fd8bc5ae5a4: ")
+            || !printed.contains("open or being deleted")
+    });
+    assert!(told("job show", &["run"]).contains("has no job run"));
+}
+
 /// Runs commands as another user. Returns `None` with a message if this user cannot become another one.
 fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Output> {
     if !rustix::process::geteuid().is_root() {

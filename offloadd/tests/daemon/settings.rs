@@ -245,6 +245,9 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
 
     change(&store, "8KiB", "128MiB");
     change(&store, "sessions_max = 1\n", "sessions_max = 1000\n");
+    let mut text = std::fs::read_to_string(&store.config).unwrap();
+    text += "[quota.uid.1000.job.llama]\nweight = 200\n";
+    std::fs::write(&store.config, text).unwrap();
     change(&store, "/run/offloadd.sock", "/elsewhere/offloadd.sock");
     daemon.signal(Signal::HUP);
     eventually("there is room again", SOON, || {
@@ -254,6 +257,8 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     drop((session, other));
     let printed = last_words(daemon);
     assert!(printed.contains("`socket` needs a restart"), "{printed}");
+    let unused = "[quota.uid.1000.job.llama] applies to no job in the store now";
+    assert!(printed.contains(unused), "{printed}");
     assert!(
         printed.contains("`sessions_max` above 64, its value at the start"),
         "{printed}"

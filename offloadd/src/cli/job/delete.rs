@@ -1,32 +1,29 @@
 //! `offloadd job delete`: removes a job from the store and frees its space.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use offload_api::proto;
 use offload_support::outln;
 use offload_support::units::ApproxBytes;
-use offloadd::store::definition::JobName;
 
 use super::WhichJob;
 use crate::cli::connection::runtime;
 use crate::cli::store_access::{WhichStore, serving};
 
 pub(super) fn run(which: &WhichJob, force: bool, store: &WhichStore) -> Result<()> {
-    JobName::new(which.job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
-    let freed_bytes = runtime()?.block_on(async {
+    let (job, freed_bytes) = runtime()?.block_on(async {
         let mut daemon = serving(store).await?;
-        check(which.find(&daemon.jobs().await?)?, force)?;
+        let jobs = daemon.jobs().await?;
+        let found = which.find(&jobs)?;
+        check(found, force)?;
+        let job = found.job.clone();
         let request = proto::DropJobRequest {
-            job: which.job.clone(),
+            job: job.clone(),
             uid: which.uid,
         };
         let reply = daemon.ask(async |client| client.drop_job(request).await);
-        anyhow::Ok(reply.await?.freed_bytes)
+        anyhow::Ok((job, reply.await?.freed_bytes))
     })?;
-    outln!(
-        "deleted job {}: {} freed",
-        which.job,
-        ApproxBytes(freed_bytes)
-    );
+    outln!("deleted job {job}: {} freed", ApproxBytes(freed_bytes));
     Ok(())
 }
 

@@ -20,18 +20,21 @@ pub(super) fn run(
     bytes_per_s: Option<u64>,
     store: &WhichStore,
 ) -> Result<()> {
-    let job = &which.job;
-    let newest = runtime()?.block_on(async {
+    let (job, newest) = runtime()?.block_on(async {
         let mut daemon = serving(store).await?;
-        if !force {
-            compare(&mut daemon, which, bytes_per_s).await?;
+        let jobs = daemon.jobs().await?;
+        // The daemon refuses a job that is not there, and one of another user.
+        let found = which.find_any(&jobs)?;
+        if let Some(found) = found.filter(|found| !force && !found.unreadable.is_empty()) {
+            compare(&mut daemon, found, bytes_per_s).await?;
         }
+        let job = found.map_or(&which.job, |found| &found.job).clone();
         let request = proto::DiscardUnreadableRequest {
             job: job.clone(),
             uid: which.uid,
         };
         let reply = daemon.ask(async |client| client.discard_unreadable(request).await);
-        anyhow::Ok(reply.await?.newest_generation)
+        anyhow::Ok((job, reply.await?.newest_generation))
     })?;
     match (newest, force) {
         (0, _) => outln!(
@@ -47,16 +50,16 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Compares the remaining tiles. The daemon refuses a job that has no unreadable record.
-async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>) -> Result<()> {
-    let stored = daemon.jobs().await?;
-    let asked = |uid, job: &str| uid == which.owner() && job == which.job;
-    if !(stored.iter()).any(|job| asked(job.uid, &job.job) && !job.unreadable.is_empty()) {
-        return Ok(());
-    }
+/// Compares the remaining tiles of a job that has an unreadable record. The daemon refuses any other.
+async fn compare(
+    daemon: &mut Daemon,
+    of: &proto::JobContent,
+    bytes_per_s: Option<u64>,
+) -> Result<()> {
+    let asked = |uid, job: &str| uid == of.uid && job == of.job;
     let request = proto::ScrubRequest {
         bytes_per_s: bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S),
-        job: which.job.clone(),
+        job: of.job.clone(),
     };
     let scrub = daemon.work(async |client| client.scrub(request).await);
     let mut answers = scrub.await?;
@@ -91,7 +94,7 @@ async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>
     let left = (last.undecided_jobs.iter()).find(|one| asked(one.uid, &one.job));
     left.map_or(Ok(()), |left| {
         let wrong_count = left.differing_count + damaged_count + last.unread_count;
-        judge(&which.job, left.generation, wrong_count)
+        judge(&of.job, left.generation, wrong_count)
     })
 }
 

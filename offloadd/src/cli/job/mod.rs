@@ -5,9 +5,10 @@ mod delete;
 mod discard_unreadable;
 mod list;
 
-use anyhow::{Context, Result};
+use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use offload_api::proto;
+use offloadd::store::definition::{JobName, run_name};
 
 use super::connection::runtime;
 use super::open_all;
@@ -90,7 +91,7 @@ the store of a run that is not running, start one first with `offloadd serve --c
 // A doc comment on a flattened struct would replace the command's own.
 #[derive(Args)]
 pub(crate) struct WhichJob {
-    /// Name of the job
+    /// Name of the job, or of a run of `trainer` without the digits at the job's end
     #[arg(value_name = "JOB")]
     job: String,
     /// User ID of the job's owner; default: yours
@@ -104,16 +105,58 @@ impl WhichJob {
         self.uid.unwrap_or(own)
     }
 
-    fn find<'a>(&self, jobs: &'a [proto::JobContent]) -> Result<&'a proto::JobContent> {
+    /// Returns the owner's job of this name, else the one job of the run of this name; `None` if there is neither.
+    ///
+    /// # Errors
+    /// If several runs have this name.
+    fn find_any<'a>(&self, jobs: &'a [proto::JobContent]) -> Result<Option<&'a proto::JobContent>> {
         let uid = self.owner();
-        let mut jobs = jobs.iter();
-        let found = jobs.find(|job| job.uid == uid && job.job == self.job);
-        found.with_context(|| {
-            format!(
+        let own = || jobs.iter().filter(|job| job.uid == uid);
+        if let Some(found) = own().find(|job| job.job == self.job) {
+            return Ok(Some(found));
+        }
+        let is_of_run = |job: &&proto::JobContent| run_name(&job.job) == Some(&self.job);
+        let of_run: Vec<_> = own().filter(is_of_run).collect();
+        if let [found] = of_run[..] {
+            return Ok(Some(found));
+        }
+        if !of_run.is_empty() {
+            let names: Vec<_> = of_run.iter().map(|job| job.job.as_str()).collect();
+            bail!(
+                "uid {uid} has {} jobs of runs named {}: give the whole name: {}",
+                names.len(),
+                self.job,
+                names.join(", ")
+            );
+        }
+        Ok(None)
+    }
+
+    /// Like [`Self::find_any`], for a job that must exist.
+    fn find<'a>(&self, jobs: &'a [proto::JobContent]) -> Result<&'a proto::JobContent> {
+        JobName::new(self.job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
+        if let Some(found) = self.find_any(jobs)? {
+            return Ok(found);
+        }
+        let uid = self.owner();
+        let is_of_run = |job: &&proto::JobContent| run_name(&job.job) == Some(&self.job);
+        let others = jobs
+            .iter()
+            .filter(|job| job.job == self.job || is_of_run(job));
+        let others: Vec<_> = others
+            .map(|job| format!("{} has {}", job.uid, job.job))
+            .collect();
+        match others.is_empty() {
+            true => bail!(
                 "uid {uid} has no job {} in this store; `offloadd job list` lists the jobs, --uid selects another owner",
                 self.job
-            )
-        })
+            ),
+            false => bail!(
+                "uid {uid} has no job {} in this store, but uid {}: select the owner with --uid",
+                self.job,
+                others.join(", ")
+            ),
+        }
     }
 }
 
