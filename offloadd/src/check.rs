@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::arena::lock_outlook;
 use crate::config::{Config, PageAddress};
-use crate::device::{Device, DeviceBlocks, DeviceError, Risk};
+use crate::device::{Device, DeviceBlocks, DeviceError, Risk, fix_of_permission};
 use crate::findings::{Finding, Severity, worst};
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
@@ -181,10 +181,7 @@ fn writable(what: &str, path: &Path, device: &Device) -> Vec<Finding> {
         Err(Errno::ROFS) => Finding::problem(
             what,
             "its file system is read-only for this process; the service may write only to the paths named in its unit",
-            format!(
-                "systemctl edit offloadd, and add: [Service] ReadWritePaths={}",
-                path.parent().unwrap_or(path).display()
-            ),
+            read_write_paths(path),
         ),
         Err(errno) => {
             let uid = rustix::process::geteuid();
@@ -200,14 +197,21 @@ fn fix_of(error: &DeviceError, path: &Path) -> String {
         DeviceError::Missing { .. } => {
             "mount its drive, or run `offloadd format --config FILE --size SIZE`".into()
         }
-        DeviceError::NotWritable { .. } => owned(path),
+        DeviceError::NotWritable { fix, .. } => fix.clone(),
+        DeviceError::ReadOnly { .. } => read_write_paths(path),
         DeviceError::WrongType { .. } => "devices = [regular files or block devices]".into(),
         DeviceError::NoDirect { .. } => "use a file on ext4 or XFS, or a block device".into(),
         _ => "read the kernel's log: `dmesg`".into(),
     }
 }
 
+fn read_write_paths(path: &Path) -> String {
+    format!(
+        "systemctl edit offloadd, and add: [Service] ReadWritePaths={}",
+        path.parent().unwrap_or(path).display()
+    )
+}
+
 fn owned(path: &Path) -> String {
-    let uid = rustix::process::geteuid().as_raw();
-    format!("chown {uid} {}", path.display())
+    fix_of_permission(path, rustix::process::geteuid().as_raw())
 }

@@ -37,11 +37,21 @@ const CHILD: &str = "OFFLOADD_TEST_UNWRITABLE";
 #[test]
 fn a_device_of_another_user_is_named_with_what_to_do() {
     if let Some(path) = std::env::var_os(CHILD) {
-        let message = refusal(Path::new(&path));
-        assert!(
-            message.contains("uid 65534 may not read and write it; chown it"),
-            "{message}"
-        );
+        let path = Path::new(&path);
+        let dir = path.parent().unwrap();
+        // The device itself, or the first directory on the way that is closed.
+        for (path, cause) in [
+            (path.to_owned(), path.to_owned()),
+            (dir.join("closed/b"), dir.join("closed")),
+        ] {
+            let message = refusal(&path);
+            let fix = format!("chown 65534 {}", cause.display());
+            assert!(
+                message.contains("uid 65534 may not read and write it: ")
+                    && message.ends_with(&fix),
+                "{message}"
+            );
+        }
         return;
     }
     if !rustix::process::geteuid().is_root() {
@@ -54,8 +64,16 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
     let dir = tempfile::tempdir_in("/tmp").unwrap();
     let path = dir.path().join("a");
     std::fs::write(&path, vec![0; 4096]).unwrap();
-    let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-    std::fs::set_permissions(dir.path(), open).unwrap();
+    let open = |path: &Path, mode| {
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+        std::fs::set_permissions(path, mode).unwrap();
+    };
+    open(dir.path(), 0o755);
+    let closed = dir.path().join("closed");
+    std::fs::create_dir(&closed).unwrap();
+    open(&closed, 0o700);
+    std::fs::write(closed.join("b"), vec![0; 4096]).unwrap();
+    std::os::unix::fs::chown(closed.join("b"), Some(65534), None).unwrap();
     let mut child = again("a_device_of_another_user_is_named_with_what_to_do");
     child.env(CHILD, &path);
     expect_success(child);

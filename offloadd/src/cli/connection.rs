@@ -43,7 +43,7 @@ impl Daemon {
             .and_then(|connected| connected.map_err(root_cause))
             .with_context(|| {
                 format!(
-                    "no daemon at {name}: check that `offloadd serve` runs, that this is its `socket` (--socket), and that you may open it"
+                    "no daemon at {name}: check that `offloadd serve` runs, that this is its `socket` (--socket), and that you may open it (root: `usermod -aG offloadd USER`)"
                 )
             })?;
         Ok(Self {

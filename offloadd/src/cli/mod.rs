@@ -23,8 +23,17 @@ use offloadd::store_devices::StoreDevices;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
 
 /// Opens and locks all devices of the settings' store. Prints those that the settings do not list.
-fn open_all(config: &Config) -> Result<Vec<Device>, DeviceError> {
-    let opened = StoreDevices::open(&config.devices)?;
+fn open_all(config: &Config) -> Result<Vec<Device>> {
+    let opened = StoreDevices::open(&config.devices).map_err(|error| match error {
+        // Users are not given the store itself.
+        DeviceError::NotWritable { path, uid, .. } => anyhow::anyhow!(
+            "no daemon runs at {}, and uid {uid} may not read the store's device {}: ask the daemon's administrator to start it, or run this as \
+             the owner of the device",
+            config.socket.display(),
+            path.display()
+        ),
+        other => other.into(),
+    })?;
     for unlisted in &opened.unlisted {
         eprintln!("offloadd: device {unlisted}");
     }

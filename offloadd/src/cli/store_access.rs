@@ -1,5 +1,7 @@
 //! Finds the store a command works on: through the daemon that serves it, or on its devices when no daemon does.
 
+use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
@@ -72,6 +74,14 @@ pub(super) async fn holder(which: &WhichStore) -> Result<Holder> {
     let config = Config::read(config)?;
     if !config.socket.exists() {
         return Ok(Holder::Nobody(Box::new(config)));
+    }
+    if let Err(error) = UnixStream::connect(&config.socket)
+        && error.kind() == ErrorKind::PermissionDenied
+    {
+        bail!(
+            "you may not open the daemon's socket {}: ask root to add you to its group (`usermod -aG offloadd USER`), and log in again",
+            config.socket.display()
+        );
     }
     // A daemon that was killed leaves its socket behind. The locks of the devices tell whether a daemon has them.
     let Ok(mut daemon) = Daemon::connect(&config.socket).await else {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use offload_api::BLOCK_BYTES;
 use offload_support::units::ApproxBytes;
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 
@@ -26,14 +27,23 @@ pub enum DeviceError {
         path: PathBuf,
     },
     /// No permission.
-    #[error(
-        "device {path}: uid {uid} may not read and write it; chown it, or add the user to the group `disk`"
-    )]
+    #[error("device {path}: uid {uid} may not read and write it: {fix}")]
     NotWritable {
         /// Path in the settings.
         path: PathBuf,
         /// User of this process.
         uid: u32,
+        /// How to permit it.
+        fix: String,
+    },
+    /// Its file system permits no writes.
+    #[error(
+        "device {path}: its file system is read-only for this process: the service may write only to the paths named in its unit; otherwise look \
+         at `findmnt` and `dmesg`"
+    )]
+    ReadOnly {
+        /// Path in the settings.
+        path: PathBuf,
     },
     /// Neither a file nor a block device, but a directory or a pipe, for example.
     #[error("device {path}: neither a regular file nor a block device")]
@@ -165,16 +175,40 @@ pub(super) fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error
     }
 }
 
+/// Returns the command that lets `uid` read and write a device: of the first directory on its path that `uid` may not enter, else of the
+/// device itself.
+pub(crate) fn fix_of_permission(path: &Path, uid: u32) -> String {
+    let enter = |dir: &&Path| accessat(CWD, *dir, Access::EXEC_OK, AtFlags::EACCESS).is_err();
+    let mut dirs: Vec<_> = path
+        .ancestors()
+        .skip(1)
+        .filter(|dir| !dir.as_os_str().is_empty())
+        .collect();
+    dirs.reverse();
+    if let Some(closed) = dirs.iter().find(|dir| enter(dir)) {
+        return format!("it may not enter {0}: chown {uid} {0}", closed.display());
+    }
+    match std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
+        true => format!(
+            "add the user to the group `disk`, or: chown {uid} {}",
+            path.display()
+        ),
+        false => format!("chown {uid} {}", path.display()),
+    }
+}
+
 /// Explains an error of `open` or `stat`.
 pub(super) fn on_open(path: &Path, error: io::Error) -> DeviceError {
     let path = path.to_owned();
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     match errno {
         Some(Errno::NOENT | Errno::NOTDIR) => DeviceError::Missing { path },
-        Some(Errno::ACCESS | Errno::PERM | Errno::ROFS) => DeviceError::NotWritable {
-            path,
-            uid: rustix::process::getuid().as_raw(),
-        },
+        Some(Errno::ACCESS | Errno::PERM) => {
+            let uid = rustix::process::geteuid().as_raw();
+            let fix = fix_of_permission(&path, uid);
+            DeviceError::NotWritable { path, uid, fix }
+        }
+        Some(Errno::ROFS) => DeviceError::ReadOnly { path },
         Some(Errno::INVAL) => DeviceError::NoDirect { path },
         Some(Errno::BUSY) => DeviceError::InUse { path },
         _ => DeviceError::System {

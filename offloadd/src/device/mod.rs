@@ -23,6 +23,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 pub use self::blocks::DeviceBlocks;
 pub use self::error::DeviceError;
+pub(crate) use self::error::fix_of_permission;
 use self::error::{failed, kind_of, limited, on_open};
 use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
 pub use self::risk::{IN_MEMORY, Risk};

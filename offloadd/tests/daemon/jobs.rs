@@ -225,7 +225,7 @@ fn the_name_of_a_run_is_enough_where_it_has_one_job() {
 }
 
 /// Runs commands as another user. Returns `None` with a message if this user cannot become another one.
-fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Output> {
+fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Output + use<>> {
     if !rustix::process::geteuid().is_root() {
         println!(
             "skipped: {}: only root can become another user",
@@ -280,6 +280,24 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
         json(&other(&["job", "list", "--json"]))["jobs"],
         Value::Array(Vec::new())
     );
+    // With the settings, and without access to the socket or the devices, nobody is told to take the store.
+    let open = |path: &std::path::Path, mode| {
+        std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap()
+    };
+    open(&store.config, 0o644);
+    let with_settings = || {
+        let mut command = Command::new(store.dir.path().join("offloadd"));
+        command.args(["job", "list", "--config"]).arg(&store.config);
+        let output = command.uid(65534).gid(65534).current_dir("/").output();
+        words(&output.unwrap())
+    };
+    open(&store.socket(), 0o600);
+    let printed = with_settings();
+    assert!(
+        printed.contains("usermod -aG offloadd USER") && !printed.contains("chown"),
+        "{printed}"
+    );
+    open(&store.socket(), 0o666);
     let refused = words(&other(&["job", "discard-unreadable", "tiny"]));
     assert!(refused.contains("uid 65534 has no job tiny"), "{refused}");
     let refused = words(&other(&["job", "discard-unreadable", "tiny", "--uid", "0"]));
@@ -297,6 +315,12 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
     );
     let ours = json(&command("verify", &store, &["--json"]).output().unwrap());
     assert_eq!(ours["tile_count"], 4);
+    drop(daemon);
+    let printed = with_settings();
+    assert!(
+        printed.contains("no daemon runs at ") && !printed.contains("chown"),
+        "{printed}"
+    );
 }
 
 /// Returns device and offset of tile 3 as last committed.
