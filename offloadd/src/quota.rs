@@ -1,9 +1,11 @@
 //! Limits from the settings: of the daemon in total, and of each user and job.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+
+use offload_support::job_name::is_of_run;
 
 use crate::store::catalog::JOBS_MAX;
-use crate::store::definition::{JobName, run_name};
+use crate::store::definition::JobName;
 
 /// Weight of a user among users, and of a job among its user's jobs, if the settings do not set one.
 pub const WEIGHT_DEFAULT: u32 = 100;
@@ -107,28 +109,27 @@ impl Quotas {
     /// Returns the quota that applies to a job: of its name, else of its run's name.
     pub fn of_job(&self, uid: u32, name: &JobName) -> Quota {
         let own = self.jobs.get(&uid).and_then(|jobs| {
-            let of_run = || jobs.get(run_name(name.as_str())?);
-            jobs.get(name).or_else(of_run)
+            let of_run = || {
+                jobs.iter()
+                    .find(|(run, _)| is_of_run(name.as_str(), run.as_str()))
+            };
+            jobs.get(name).or_else(|| Some(of_run()?.1))
         });
         own.copied().unwrap_or_default().or(self.job)
     }
 
     /// Returns the quotas of single jobs that apply to none of `jobs`, as the settings name them.
     pub fn without_job<'a>(&self, jobs: impl Iterator<Item = (u32, &'a JobName)>) -> Vec<String> {
-        let mut named: BTreeSet<(u32, &str)> = BTreeSet::new();
-        for (uid, job) in jobs {
-            named.extend(
-                [Some(job.as_str()), run_name(job.as_str())]
-                    .into_iter()
-                    .flatten()
-                    .map(|name| (uid, name)),
-            );
-        }
+        let jobs: Vec<(u32, &JobName)> = jobs.collect();
         let all = self
             .jobs
             .iter()
             .flat_map(|(uid, jobs)| jobs.keys().map(move |name| (*uid, name)));
-        let unused = all.filter(|(uid, name)| !named.contains(&(*uid, name.as_str())));
+        let applies = |uid: u32, name: &JobName, of: u32, job: &JobName| {
+            uid == of && (job == name || is_of_run(job.as_str(), name.as_str()))
+        };
+        let unused =
+            all.filter(|(uid, name)| !jobs.iter().any(|(of, job)| applies(*uid, name, *of, job)));
         unused
             .map(|(uid, name)| format!("quota.uid.{uid}.job.{name}"))
             .collect()

@@ -224,13 +224,14 @@ mod tests {
             (Some(200), Some(2), Some(16))
         );
         // The name of a run applies to its job, whose name ends with random digits.
-        assert_eq!(job(1000, "llama.7b-1dad8fd8bc5ae5a4"), own);
+        assert_eq!(job(1000, "llama-7b-1dad8fd8bc5ae5a4"), own);
+        assert_eq!(job(1000, "llama-7b-1dad8fd8bc5ae5a4-node3"), own);
         let others = [
             job(1000, "llama"),
             job(7, "llama.7b"),
             job(1000, "llama.7b-2"),
-            job(1000, "llama.7b-1dad8fd8bc5ae5ag"),
-            job(1000, "old-llama.7b-1dad8fd8bc5ae5a4"),
+            job(1000, "llama-7b-1dad8fd8bc5ae5ag"),
+            job(1000, "old-llama-7b-1dad8fd8bc5ae5a4"),
         ];
         for other in others {
             assert_eq!(other, quotas.job);

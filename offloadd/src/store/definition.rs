@@ -48,17 +48,6 @@ impl std::borrow::Borrow<str> for JobName {
     }
 }
 
-/// Returns the name of the run whose job this is, if `trainer` made the job's name: that of the run's directory, "-" and 16 random
-/// hexadecimal digits.
-pub fn run_name(job: &str) -> Option<&str> {
-    let (run, random) = job.rsplit_once('-')?;
-    let is_random = random.len() == 16
-        && random
-            .bytes()
-            .all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    (is_random && !run.is_empty()).then_some(run)
-}
-
 impl std::fmt::Display for JobName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)

@@ -10,6 +10,7 @@
 //! - `documents`: manual pages and completions of a program, with the feature of this name;
 //! - [`signals`]: signals that a program was started to ignore, or survives;
 //! - [`energy`]: joules of a GPU and of processors, by their counters;
+//! - [`job_name`]: names of the jobs of runs;
 //! - [`gpu_facts`]: what `trainer` tells `offloadd doctor` of GPUs;
 //! - [`nvidia`]: what NVIDIA's driver says of this machine's GPUs;
 //! - [`memory`]: how much memory this process may use, by the machine and its control groups.
@@ -25,6 +26,7 @@ pub mod console;
 pub mod documents;
 pub mod energy;
 pub mod gpu_facts;
+pub mod job_name;
 pub mod memory;
 pub mod nvidia;
 pub mod paths;

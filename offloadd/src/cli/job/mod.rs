@@ -8,7 +8,8 @@ mod list;
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use offload_api::proto;
-use offloadd::store::definition::{JobName, run_name};
+use offload_support::job_name::is_of_run;
+use offloadd::store::definition::JobName;
 
 use super::connection::runtime;
 use super::open_all;
@@ -115,7 +116,7 @@ impl WhichJob {
         if let Some(found) = own().find(|job| job.job == self.job) {
             return Ok(Some(found));
         }
-        let is_of_run = |job: &&proto::JobContent| run_name(&job.job) == Some(&self.job);
+        let is_of_run = |job: &&proto::JobContent| is_of_run(&job.job, &self.job);
         let of_run: Vec<_> = own().filter(is_of_run).collect();
         if let [found] = of_run[..] {
             return Ok(Some(found));
@@ -139,7 +140,7 @@ impl WhichJob {
             return Ok(found);
         }
         let uid = self.owner();
-        let is_of_run = |job: &&proto::JobContent| run_name(&job.job) == Some(&self.job);
+        let is_of_run = |job: &&proto::JobContent| is_of_run(&job.job, &self.job);
         let others = jobs
             .iter()
             .filter(|job| job.job == self.job || is_of_run(job));

@@ -15,6 +15,7 @@ use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use offload_support::job_name::{self, NODE};
 use serde::{Deserialize, Serialize};
 
 use super::dir_error::DirError;
@@ -147,15 +148,9 @@ impl RunId {
     }
 }
 
-/// Part of a job's name before the number of a node.
-const NODE: &str = "-node";
-
 /// Name of the job of node `node` in a run whose first node has the job `job`.
 pub fn node_job(job: &str, node: u32) -> String {
-    match node {
-        0 => job.to_owned(),
-        node => format!("{job}{NODE}{node}"),
-    }
+    job_name::of_node(job, node)
 }
 
 /// Directory of node `node` in the directory of its run: the run's own directory for the first one.
@@ -180,22 +175,14 @@ fn same_dir(one: &Path, other: &Path) -> bool {
     matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
 }
 
-/// Makes the name of a job: the directory's name reduced to letters, digits, '-' and '_', at most 32 of them,
-/// and a random number.
+/// Makes the name of the job of a run in `dir`.
 fn new_job(dir: &Path) -> String {
-    let stem = dir
-        .file_name()
-        .map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
-    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    let stem: String = stem
-        .chars()
-        .map(|c| if plain(c) { c } else { '-' })
-        .take(32)
-        .collect();
-    let stem = stem.trim_start_matches('-');
-    let stem = if stem.is_empty() { "run" } else { stem };
+    let name = dir.file_name().unwrap_or_default();
     // RandomState is seeded by the kernel's random number generator.
-    format!("{stem}-{:016x}", RandomState::new().build_hasher().finish())
+    job_name::of_run(
+        &name.to_string_lossy(),
+        RandomState::new().build_hasher().finish(),
+    )
 }
 
 #[cfg(test)]
