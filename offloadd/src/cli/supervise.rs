@@ -62,6 +62,8 @@ pub(crate) fn run(config: &Path) -> Result<()> {
         let notify = UnixDatagram::from_std(notify)?;
         supervisor.run(&notify).await
     });
+    // A check of settings may hang on a drive.
+    runtime.shutdown_background();
     let _ = std::fs::remove_file(path);
     result
 }
