@@ -95,18 +95,21 @@ impl ModelFiles {
                 source,
             }
         };
-        let read = |name: &str| -> Map<String, Value> {
-            let json = fs::read(dir.join(name)).ok();
-            json.and_then(|json| serde_json::from_slice(&json).ok())
-                .unwrap_or_default()
+        // `None` for a file that is there and no table: it stays as it is.
+        let read = |name: &str| -> Option<Map<String, Value>> {
+            match fs::read(dir.join(name)) {
+                Ok(json) => serde_json::from_slice(&json).ok(),
+                Err(_) => Some(Map::new()),
+            }
         };
         fs::create_dir_all(dir).map_err(failed(dir))?;
         let mut files = vec![("chat_template.jinja", template.as_bytes().to_vec())];
-        if let Some(end) = end {
-            let mut generation = read(GENERATION);
+        if let Some(end) = end
+            && let Some(mut generation) = read(GENERATION)
+        {
             if generation.is_empty() {
                 // Without the file, libraries take these from the model's.
-                let config = read(CONFIG).into_iter();
+                let config = read(CONFIG).unwrap_or_default().into_iter();
                 generation.extend(config.filter(|(key, _)| TOKEN_IDS.contains(&key.as_str())));
             }
             let mut ends = match generation.remove(EOS) {
@@ -128,8 +131,10 @@ impl ModelFiles {
             if fs::read(&path).is_ok_and(|found| found == bytes) {
                 continue;
             }
-            fs::write(&path, &bytes)
-                .and_then(|()| File::open(&path)?.sync_all())
+            let new = dir.join(format!("{name}.new"));
+            fs::write(&new, &bytes)
+                .and_then(|()| File::open(&new)?.sync_all())
+                .and_then(|()| fs::rename(&new, &path))
                 .map_err(failed(&path))?;
         }
         Ok(())
