@@ -44,15 +44,18 @@ class Interrupts:
             return
         came: list[tuple[int, Any]] = []
         handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
-        for number in handlers:
-            signal.signal(number, lambda number, frame: came.append((number, frame)))
         try:
+            for number in handlers:
+                signal.signal(number, lambda number, frame: came.append((number, frame)))
             yield
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            for number, frame in came:
-                self.note(lambda: handlers[number](number, frame))
+            try:
+                # That of Ctrl-C may raise as soon as it is back.
+                for number in sorted(handlers, key=lambda number: number == signal.SIGINT):
+                    signal.signal(number, handlers[number])
+            finally:
+                for number, frame in came:
+                    self.note(lambda: handlers[number](number, frame))
 
     def end(self) -> None:
         """Raises the last interrupt."""
