@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import gc
 import itertools
 import sys
@@ -73,7 +74,7 @@ class HeldMemory:
         self._arrays: list[Any] = []
         # Storages that somebody else has, those of arrays not among them.
         self._storages: list[tuple[StorageWeakRef, _Place]] = []
-        with AS_TENSORS():
+        with AS_TENSORS(), _unfrozen():
             moving = [(one, param, unit) for unit in units for param, packed in zip(unit.params, unit.packed) for one in (packed.part, *packed.shares)]
             own = {id(one): one for one in (*(one for one, *_ in moving), *model.parameters(), *model.buffers(), *wholes) if _has_memory(one)}
             moving = [one for one in moving if id(one[0]) in own]
@@ -182,6 +183,19 @@ class HeldMemory:
         self._frozen.steps += 1
 
 
+@contextlib.contextmanager
+def _unfrozen() -> Iterator[None]:
+    """Lets the collector of cycles list objects that `gc.freeze()` took out, as scripts call it before they fork."""
+    if gc.get_freeze_count() == 0:
+        yield
+        return
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
+
+
 def _has_memory(one: Any) -> bool:
     try:
         return one.layout is torch.strided and one.numel() > 0 and one.untyped_storage().nbytes() > 0 and one.data_ptr() > 0
@@ -217,13 +231,28 @@ def _arrays() -> Iterator[Any]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return
-    for frame in sys._current_frames().values():
-        while frame is not None:
-            yield from (one for one in frame.f_locals.values() if issubclass(type(one), numpy.ndarray))
-            frame = frame.f_back
-    for one in itertools.chain.from_iterable(map(gc.get_referents, gc.get_objects())):
-        if issubclass(type(one), numpy.ndarray):
-            yield one
+
+    def of_frames() -> Iterator[Any]:
+        for frame in sys._current_frames().values():
+            while frame is not None:
+                yield from frame.f_locals.values()
+                frame = frame.f_back
+
+    seen: set[int] = set()
+    for one in itertools.chain(of_frames(), itertools.chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
+        left = [one]
+        while left:
+            one = left.pop()
+            if issubclass(type(one), numpy.ndarray):
+                yield one
+                if one.dtype.hasobject and id(one) not in seen:
+                    seen.add(id(one))
+                    left.extend(one.flat)
+            # A container of nothing that refers to others is not listed either.
+            elif type(one) is dict and not gc.is_tracked(one):
+                left.extend(one.values())
+            elif type(one) is tuple and one and not gc.is_tracked(one):
+                left.extend(one)
 
 
 def _mapped_files() -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """What training scripts do around a loop: gradients and states written below or beside PyTorch's operations, layers and groups that change midway."""
 
 import copy
+import gc
 import io
 
 import numpy
@@ -498,6 +499,8 @@ held.refused("`p.data` of a frozen block, written", BEFORE, _held(lambda m: _up(
 
 held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m).detach().numpy()), devices=("cpu", "none"))
 held.refused("a view of an array of numpy, in a list", DROP, lambda s: _begin_with(s, lambda m: [_up(m).detach().numpy()[1:, ::-1]]))
+held.refused("arrays of numpy in a dict", DROP, lambda s: _begin_with(s, lambda m: {"up": _up(m).detach().numpy()}))
+held.refused("arrays of numpy in a tuple, after `gc.freeze()`", DROP, lambda s: _begin_frozen(s, lambda m: (_up(m).detach().numpy(),)))
 held.refused("an array of numpy of which a parameter was made", DROP, lambda s: _begin_with(s, lambda m: _of_array(m)))
 held.equal("an array of numpy of which a parameter was made, dropped", lambda s: [_begin_with(s, lambda m: _of_array(m).shape), s.step(0)][1])
 held.refused("a tensor of another class", DROP, lambda s: _begin_with(s, lambda m: _up(m).data.as_subclass(_Marked)))
@@ -505,6 +508,18 @@ held.equal("an array of a frozen block, read", _held(lambda m: _up(m).detach().n
 held.refused(
     "an array of a frozen block, written", "read-only", _held(lambda m: _up(m).detach().numpy(), lambda old: old.fill(0), frozen=True), error=ValueError
 )
+
+
+def _begin_frozen(script, hold):
+    def frozen(model):
+        held = hold(model)
+        gc.freeze()
+        return held
+
+    try:
+        return _begin_with(script, frozen)
+    finally:
+        gc.unfreeze()
 
 
 def _of_array(model):
