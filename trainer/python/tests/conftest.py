@@ -1,6 +1,7 @@
 """Tests of the Python half. They need the built extension (`make python`), torch and transformers; without them they are skipped."""
 
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -9,6 +10,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-tools")
 torch.set_num_threads(1)
+
+# Tests interrupt themselves. A shell starts programs in the background with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
