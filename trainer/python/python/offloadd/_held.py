@@ -31,8 +31,8 @@ from ._units import Unit
 _INSTEAD = "plain PyTorch would go on to share it with the parameter, which moves to a tile: drop it before offloadd.prepare, or keep a copy of it"
 
 
-class _Place(NamedTuple):
-    """Where a parameter lies before it moves."""
+class Place(NamedTuple):
+    """Where a parameter lies before it moves, or memory of its gradient."""
 
     start: int
     end: int
@@ -43,12 +43,12 @@ class _Place(NamedTuple):
 class _Places:
     """Those of all parameters, by their addresses."""
 
-    def __init__(self, places: Iterable[_Place]) -> None:
+    def __init__(self, places: Iterable[Place]) -> None:
         self._sorted = sorted(places)
         # The highest end of each of them and those before.
         self._ends = list(itertools.accumulate((place.end for place in self._sorted), max))
 
-    def between(self, start: int, end: int) -> Optional[_Place]:
+    def between(self, start: int, end: int) -> Optional[Place]:
         """A parameter that lies between two addresses, at least partly; a trained one if there is one."""
         found, at = None, bisect.bisect_left(self._sorted, (end,)) - 1
         while at >= 0 and self._ends[at] > start and not (found and found.trained):
@@ -70,27 +70,27 @@ class HeldMemory:
     def __init__(self, model: nn.Module, units: Sequence[Unit], wholes: Iterable[torch.Tensor] = ()) -> None:
         """Looks for it, before anything moves. `wholes` are parameters of which units have parts."""
         self._trained, self._frozen = _Values(), _Values()
-        self._tensors: list[tuple[torch.Tensor, _Place]] = []
+        self._tensors: list[tuple[torch.Tensor, Place]] = []
         self._arrays: list[Any] = []
         # Storages that somebody else has, those of arrays not among them.
-        self._storages: list[tuple[StorageWeakRef, _Place]] = []
+        self._storages: list[tuple[StorageWeakRef, Place]] = []
         with AS_TENSORS(), _unfrozen():
             moving = [(one, param, unit) for unit in units for param, packed in zip(unit.params, unit.packed) for one in (packed.part, *packed.shares)]
-            own = {id(one): one for one in (*(one for one, *_ in moving), *model.parameters(), *model.buffers(), *wholes) if _has_memory(one)}
+            own = {id(one): one for one in (*(one for one, *_ in moving), *model.parameters(), *model.buffers(), *wholes) if has_memory(one)}
             moving = [one for one in moving if id(one[0]) in own]
             names = {id(param): name for name, param in model.named_parameters()}
             name_of = lambda param: names.get(id(param), f"a parameter of shape {tuple(param.shape)}")
             # zero.Init builds large parameters in files without a name, which nobody else can open.
             built = lambda param: hasattr(param, "_offloadd_built")
             _check_shared((one, name_of(param)) for one, param, unit in moving if unit.trained and not built(param))
-            if not self._suspects(own.values(), (one for one, *_ in moving)):
+            if not storages_of_others(own.values(), (one for one, *_ in moving)):
                 return
             # What only the collector of cycles frees holds nothing.
             gc.collect()
-            suspects = self._suspects(own.values(), (one for one, *_ in moving))
+            suspects = storages_of_others(own.values(), (one for one, *_ in moving))
             if not suspects:
                 return
-            self._places = _Places(_Place(*_range(one), name_of(param), unit.trained) for one, param, unit in moving)
+            self._places = _Places(Place(*address_range(one), name_of(param), unit.trained) for one, param, unit in moving)
             self._find_arrays()
             beside = self._find_tensors(own)
             moves = {id(one) for one in (*(one for one, *_ in moving), *wholes)}
@@ -99,23 +99,6 @@ class HeldMemory:
                 place = self._places.between(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
                 if place is not None and storage._cdata not in stays:
                     self._storages.append((StorageWeakRef(storage), place))
-
-    @staticmethod
-    def _suspects(own: Iterable[torch.Tensor], moving: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """The storages that others have too, and those whose memory torch has from somebody else, unless it is a file's."""
-        users = collections.Counter(one.untyped_storage()._cdata for one in own)
-        storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in moving}
-        count = getattr(torch._C, "_storage_Use_Count", None)
-        # References to the object of a storage that nobody else has: PyTorch may keep one.
-        of_own = {0: torch.zeros(1, device="cpu")}
-        of_own[1] = of_own[0].untyped_storage()
-        ours = sys.getrefcount(of_own[1])
-        # One more is the object here.
-        held = {key for key in storages if count is None or count(key) > users[key] + 1 or sys.getrefcount(storages[key]) > ours}
-        foreign = {key for key, storage in storages.items() if key not in held and not storage.resizable()}
-        files = _mapped_files() if foreign else []
-        in_file = lambda storage: any(start <= storage.data_ptr() < end for start, end in files)
-        return [storage for key, storage in storages.items() if key in held or key in foreign and not in_file(storage)]
 
     def _find_arrays(self) -> None:
         for array in _arrays():
@@ -130,9 +113,9 @@ class HeldMemory:
         """Finds the tensors of others. Returns those that have no parameter's memory, though some may have the rest of a storage."""
         beside = []
         for one in gc.get_objects():
-            if not issubclass(type(one), torch.Tensor) or id(one) in own or not _has_memory(one):
+            if not issubclass(type(one), torch.Tensor) or id(one) in own or not has_memory(one):
                 continue
-            place = self._places.between(*_range(one))
+            place = self._places.between(*address_range(one))
             if place is None:
                 beside.append(one)
             elif one.is_inference():
@@ -196,7 +179,32 @@ def _unfrozen() -> Iterator[None]:
         gc.freeze()
 
 
-def _has_memory(one: Any) -> bool:
+def storages_of_others(own: Iterable[torch.Tensor], moving: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages of `moving` that others have than the tensors `own`, and those whose memory torch has from somebody else, unless it is a file's."""
+    users = collections.Counter(one.untyped_storage()._cdata for one in own)
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in moving}
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    # References to the object of a storage that nobody else has: PyTorch may keep one.
+    of_own = {0: torch.zeros(1, device="cpu")}
+    of_own[1] = of_own[0].untyped_storage()
+    ours = sys.getrefcount(of_own[1])
+    # One more is the object here.
+    held = {key for key in storages if count is None or count(key) > users[key] + 1 or sys.getrefcount(storages[key]) > ours}
+    foreign = {key for key, storage in storages.items() if key not in held and not storage.resizable()}
+    files = _mapped_files() if foreign else []
+    in_file = lambda storage: any(start <= storage.data_ptr() < end for start, end in files)
+    return [storage for key, storage in storages.items() if key in held or key in foreign and not in_file(storage)]
+
+
+def place_of_array(places: Iterable[Place]) -> Optional[Place]:
+    """One of these places in memory of which an array of numpy has a part."""
+    of = _Places(places)
+    found = (of.between(*_range_of_array(array)) for array in _arrays() if array.size)
+    return next(filter(None, found), None)
+
+
+def has_memory(one: Any) -> bool:
+    """Whether a tensor has memory of its own, or a part of some."""
     try:
         return one.layout is torch.strided and one.numel() > 0 and one.untyped_storage().nbytes() > 0 and one.data_ptr() > 0
     except (RuntimeError, NotImplementedError):
@@ -215,7 +223,7 @@ def _check_shared(trained: Iterable[tuple[torch.Tensor, str]]) -> None:
             )
 
 
-def _range(one: torch.Tensor) -> tuple[int, int]:
+def address_range(one: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first byte and behind its last one."""
     last = sum((size - 1) * stride for size, stride in zip(one.size(), one.stride()))
     return one.data_ptr(), one.data_ptr() + (last + 1) * one.element_size()
