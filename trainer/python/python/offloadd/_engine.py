@@ -222,15 +222,13 @@ class Engine:
 
     def _start_backward(self) -> None:
         if not self.gradients.under_way:
-            self.gradients.under_way = True
             self.core.phase(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-            self.gradients.put_away()
+            self.gradients.begin_backward()
 
     def _before_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         """A gradient is about to be accumulated: takes what came before it in this backward."""
         self._start_backward()
-        self.gradients.check_not_shared(param)
         self.gradients.collect(unit, param)
 
     def _settle(self, unit: Unit) -> None:

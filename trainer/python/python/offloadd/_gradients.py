@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 import weakref
 from typing import Any, Mapping, Optional
 
@@ -14,6 +12,7 @@ from torch import nn
 from ._errors import NotSupported
 from ._forwards import in_backward
 from ._gathering import Gathering
+from ._given import take_given
 from ._tile_gradients import BackwardGradients, GradientInTile
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
@@ -109,8 +108,13 @@ class Gradients:
         self.under_way = False
         self._collect_sums()
 
-    def put_away(self) -> None:
-        """Takes handles away: autograd would add to them."""
+    def begin_backward(self) -> None:
+        """Takes away what `param.grad` has: autograd would add to it."""
+        self.under_way = True
+        self._put_away()
+        take_given((param for unit in self._gathering.units if unit.trained for param in unit.params), self._gathering.name)
+
+    def _put_away(self) -> None:
         if not self.handles:
             self.applied = False
             return
@@ -183,18 +187,6 @@ class Gradients:
             self.hand_over(unit)
             before = None
         unit.gradients[id(param)] = grad if before is None else before + grad
-
-    def check_not_shared(self, param: nn.Parameter) -> None:
-        """Refuses to add to a gradient that a script has given and holds: in plain PyTorch its own tensor would have the sum."""
-        with AS_TENSORS():
-            grad = param.grad
-            if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-                return
-            if sys.getrefcount(grad) > _references() or torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2:
-                raise NotSupported(
-                    f"the gradient of {self._gathering.name(param)} is a tensor of the script's own, such as a part of a buffer for all gradients, and backward "
-                    "would add to it in plain PyTorch; here gradients go to tiles: set param.grad to None before backward, and give it a tensor after it"
-                )
 
     def take_all(self, unit: Unit) -> None:
         for param in unit.params:
@@ -380,15 +372,6 @@ class Gradients:
         """The step's update was ordered. What stands for gradients stays until it is dropped."""
         self._forget_what_came()
         self.applied = True
-
-
-@functools.lru_cache(maxsize=None)
-def _references() -> int:
-    """References to a gradient that is a variable and an argument, where nobody else has it."""
-    param = nn.Parameter(torch.zeros(1, device="cpu"))
-    param.grad = torch.zeros(1, device="cpu")
-    grad = param.grad
-    return sys.getrefcount(grad)
 
 
 def _index(unit: Unit, param: nn.Parameter) -> int:

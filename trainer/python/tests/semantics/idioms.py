@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 import offloadd
-from table import CLASSES, INPUTS, WIDTH, Block, Theme, adamw, net
+from table import CLASSES, INPUTS, WIDTH, Block, Net, Theme, adamw, net, randomized
 
 shared = Theme("memory that plain PyTorch shares")
 
@@ -72,6 +73,17 @@ def _grads(s):
 def _give(s, grads):
     for param, grad in zip(s.model.parameters(), grads):
         param.grad = grad
+
+
+def _given(s, make):
+    own = [make(param) for param in s.model.parameters()]
+    _give(s, own)
+    return own
+
+
+def _give_same(s):
+    one, other = s.model.blocks[0].up.weight, s.model.blocks[1].up.weight
+    one.grad = other.grad = torch.zeros_like(one)
 
 
 @shared.equal("gradients held over backwards, which add to them")
@@ -135,17 +147,120 @@ def _flat_gradients(s):
     return flat
 
 
-shared.refused("a buffer of which gradients are views, and backward", OWN, lambda s: [_flat_gradients(s), s.backward(0)])
+def _after_backward(name, use, give=_flat_gradients):
+    """A line of a script that gives gradients before a backward, and uses what it has of them afterwards."""
+    shared.refused(name, OWN, lambda s: [own := give(s), s.backward(0), use(own)], error=RuntimeError)
+
+
+_after_backward("a buffer of which gradients are views, read after backward", lambda flat: flat.norm())
+_after_backward("a buffer of which gradients are views, written after backward", lambda flat: flat.mul_(0.5))
+_after_backward("a view of a buffer of which gradients are views", lambda flat: flat[:3].tolist())
+_after_backward("`numpy()` of a buffer of which gradients are views", lambda flat: flat.numpy())
+_after_backward("the storage of a buffer of which gradients are views", lambda storage: storage[0], lambda s: _flat_gradients(s).untyped_storage())
+_after_backward("gradients of a script's own, read after backward", lambda own: own[3].sum(), lambda s: _given(s, torch.ones_like))
+_after_backward("gradients of a script's own, cleared by `_foreach_zero_` after backward", torch._foreach_zero_, lambda s: _given(s, torch.ones_like))
+
+
+@shared.refused("a buffer of which gradients are views, cleared and given again each step", OWN, error=RuntimeError)
+def _(s):
+    flat = _flat_gradients(s)
+    for number in range(2):
+        flat.zero_()
+        s.backward(number)
+        s.optimizer.step()
+
+
+def _ones(param):
+    return torch.from_numpy(numpy.ones(param.shape, numpy.float32))
+
+
+shared.refused("a gradient that is an array of numpy, and backward", OWN, lambda s: [own := _given(s, _ones), s.backward(0), own])
+for _how, _array in (("numpy()", torch.Tensor.numpy), ("np.from_dlpack", numpy.from_dlpack)):
+    shared.refused(
+        f"an array of `{_how}` of a gradient that was given, and backward",
+        OWN,
+        lambda s, array=_array: [own := [array(one) for one in _given(s, torch.ones_like)], s.backward(0), own],
+    )
 shared.refused(
-    "gradients of a script's own, and backward", OWN, lambda s: [own := [torch.ones_like(p) for p in s.model.parameters()], _give(s, own), s.backward(0)]
+    "an array of `np.from_dlpack` of a buffer of which gradients are views, and backward",
+    OWN,
+    lambda s: [own := numpy.from_dlpack(_flat_gradients(s)), s.backward(0), own],
 )
+shared.refused("one gradient given to two parameters, and backward", "given the same memory", lambda s: [_give_same(s), s.backward(0)])
+
+
+@shared.equal("a buffer of which gradients are views, which nobody uses after backward")
+def _(s):
+    flat = _flat_gradients(s).fill_(0.1)
+    s.backward(0, 1)
+    s.note([one.clone() for one in _grads(s)])
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    s.step(2)
+    s.note(flat.shape)
+
+
+@shared.equal("zeros given before backward in a loop, whose variable is left")
+def _(s):
+    for number in range(2):
+        for param in s.model.parameters():
+            grad = torch.zeros_like(param)
+            param.grad = grad
+        s.step(number)
+    s.note(grad.shape)
+
+
+@shared.equal("gradients of `autograd.grad` that are still there after `zero_grad(set_to_none=False)` and a backward")
+def _(s):
+    grads = torch.autograd.grad(s.loss(0), list(s.model.parameters()))
+    _give(s, grads)
+    s.optimizer.step()
+    s.optimizer.zero_grad(set_to_none=False)
+    s.backward(1)
+    s.optimizer.step()
+    s.note([one.shape for one in grads])
+
+
+class _Joined(nn.Module):
+    """A block with one product for several weights, which gets their gradients as views of one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = F.linear(x, torch.cat([self.q.weight, self.k.weight, self.v.weight])).chunk(3, -1)
+        return x + torch.tanh(q * k) + v
+
+
+class _Twice(Net):
+    """Shared layers: its blocks run twice, with or without checkpoints."""
+
+    def __init__(self, reentrant):
+        super().__init__(block=_Joined, blocks=2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def _joined(name, reentrant):
+    shared.equal(name, lambda s: [s.begin(randomized(_Twice(reentrant))), s.backward(0, 1), s.note([one.clone() for one in _grads(s)]), s.step(2)][-1])
+
+
+_joined("weights joined by `cat` in shared layers, whose gradients are views of one memory", None)
+_joined("weights joined by `cat` in shared layers under `checkpoint`", False)
+_joined("weights joined by `cat` in shared layers under `checkpoint(use_reentrant=True)`", True)
 shared.equal("a buffer of which gradients are views, given after backward", lambda s: [s.backward(0), _flat_gradients(s).fill_(0.1), s.optimizer.step()])
 shared.equal(
     "zeros given before each backward", lambda s: [[_give(s, [torch.zeros_like(p) for p in s.model.parameters()]), s.step(number)] for number in range(2)][0][0]
 )
 
 
-@shared.refused("momentum of a script's own as gradients, and `zero_grad(set_to_none=False)`", OWN)
+@shared.refused("momentum of a script's own as gradients, and `zero_grad(set_to_none=False)`", OWN, error=RuntimeError)
 def _(s):
     own = [torch.zeros_like(param) for param in s.model.parameters()]
     for number in range(2):
