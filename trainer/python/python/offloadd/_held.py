@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import gc
 import itertools
 import sys
@@ -74,7 +73,7 @@ class HeldMemory:
         self._arrays: list[Any] = []
         # Storages that somebody else has, those of arrays not among them.
         self._storages: list[tuple[StorageWeakRef, Place]] = []
-        with AS_TENSORS(), _unfrozen():
+        with AS_TENSORS():
             moving = [(one, param, unit) for unit in units for param, packed in zip(unit.params, unit.packed) for one in (packed.part, *packed.shares)]
             own = {id(one): one for one in (*(one for one, *_ in moving), *model.parameters(), *model.buffers(), *wholes) if has_memory(one)}
             moving = [one for one in moving if id(one[0]) in own]
@@ -85,6 +84,7 @@ class HeldMemory:
             _check_shared((one, name_of(param)) for one, param, unit in moving if unit.trained and not built(param))
             if not storages_of_others(own.values(), (one for one, *_ in moving)):
                 return
+            _list_all()
             # What only the collector of cycles frees holds nothing.
             gc.collect()
             suspects = storages_of_others(own.values(), (one for one, *_ in moving))
@@ -166,19 +166,6 @@ class HeldMemory:
         self._frozen.steps += 1
 
 
-@contextlib.contextmanager
-def _unfrozen() -> Iterator[None]:
-    """Lets the collector of cycles list objects that `gc.freeze()` took out, as scripts call it before they fork."""
-    if gc.get_freeze_count() == 0:
-        yield
-        return
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        gc.freeze()
-
-
 def storages_of_others(own: Iterable[torch.Tensor], moving: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The storages of `moving` that others have than the tensors `own`, and those whose memory torch has from somebody else, unless it is a file's."""
     users = collections.Counter(one.untyped_storage()._cdata for one in own)
@@ -234,6 +221,12 @@ def _range_of_array(array: Any) -> tuple[int, int]:
     return array.ctypes.data + sum(min(way, 0) for way in ways), array.ctypes.data + sum(max(way, 0) for way in ways) + array.itemsize
 
 
+def _list_all() -> None:
+    """Lets the collector of cycles list what `gc.freeze()` took out, as scripts call it before they fork. Frozen again, this run's own objects would
+    never be freed."""
+    gc.unfreeze()
+
+
 def _arrays() -> Iterator[Any]:
     """The arrays of numpy of this process, which the collector of cycles does not list: what its objects and the functions that run have."""
     numpy = sys.modules.get("numpy")
@@ -246,6 +239,7 @@ def _arrays() -> Iterator[Any]:
                 yield from frame.f_locals.values()
                 frame = frame.f_back
 
+    _list_all()
     seen: set[int] = set()
     for one in itertools.chain(of_frames(), itertools.chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
         left = [one]
