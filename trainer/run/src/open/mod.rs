@@ -43,7 +43,7 @@ use training_state::ranks::Ranks;
 use training_state::run::{
     Checkpoint, CheckpointName, RunDescription, RunDir, RunId, check_text, resolved,
 };
-use training_state::store::{StoreError, StoreFiles, check_mounted, remember_mounts};
+use training_state::store::{StoreError, StoreFiles, check_daemon, check_mounted, remember_mounts};
 
 /// Point from which a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -294,6 +294,11 @@ impl PreparedRun {
             for note in elsewhere(&self.settings.placement.nvme_paths, &devices) {
                 tracing::warn!("{note}");
             }
+            // Before an earlier job of the run is deleted, whose space it takes.
+            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+            let own = jobs.iter().find(|job| job.job == self.id.job);
+            let own_bytes = own.map_or(0, |job| job.reserved_bytes);
+            check_daemon(&daemon, own_bytes, self.plan.device_bytes())?;
         }
         let mut plan = self.plan.clone();
         let beginning = match (&self.from, self.begun) {

@@ -191,6 +191,21 @@ pub struct OtherJob {
     pub devices: String,
 }
 
+/// Checks that `daemon` has room for a run whose job has `own_bytes` there.
+///
+/// # Errors
+/// [`StoreError::TooLittleAtDaemon`].
+pub fn check_daemon(daemon: &Daemon, own_bytes: u64, needed_bytes: u64) -> Result<(), StoreError> {
+    let free_bytes = daemon.info().device_free_bytes + own_bytes;
+    match needed_bytes <= free_bytes {
+        true => Ok(()),
+        false => Err(StoreError::TooLittleAtDaemon {
+            free_bytes,
+            needed_bytes,
+        }),
+    }
+}
+
 /// Returns what the private store behind `daemon` holds if it is not `job`; `None` for an empty one.
 ///
 /// # Errors

@@ -35,6 +35,11 @@ pub enum StoreError {
         free_bytes: u64,
         needed_bytes: u64,
     },
+    #[error(
+        "offload.socket: the daemon leaves this user {} on its devices, but the run needs {}: delete a job (`offloadd job list`), ask for more space, or keep more in host memory",
+        ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
+    )]
+    TooLittleAtDaemon { free_bytes: u64, needed_bytes: u64 },
     #[error("nvme_path: cannot {verb} {}: {source}", path.display())]
     Io {
         verb: &'static str,

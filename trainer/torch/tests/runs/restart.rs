@@ -36,6 +36,25 @@ fn a_run_whose_shared_store_is_lost_goes_on_from_its_newest_checkpoint() {
 }
 
 #[test]
+fn a_fresh_start_that_a_shared_store_has_no_room_for_deletes_nothing() {
+    let harness = Harness::new();
+    let daemon = Daemon::start(&harness);
+    let sets = ["zero_optimization.offload_param.device=nvme", NVME];
+    let run = || harness.run("run", &sets).with(&daemon.socket());
+    run().with(&["train.stop_after=2"]).train();
+    let large = run().with(&["model.hidden_size=1024", "model.intermediate_size=4096"]);
+    let mut command = large.command("train");
+    command.arg("--fresh");
+    let output = finish(spawn(command));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        said.contains("offload.socket: the daemon leaves this user "),
+        "{said}"
+    );
+    assert!(run().train().contains("resumed at step 2"));
+}
+
+#[test]
 fn three_restarts_of_the_daemon_change_no_bit_of_a_run() {
     let harness = Harness::new();
     let sets = [
