@@ -247,21 +247,27 @@ def test_state_goes_on_with_the_same_bits():
     loaded.close()
 
 
+def interrupt(patch, at):
+    """Lets Ctrl-C come before this one of the directions. Returns a list with an entry for each that was made."""
+    calls, orthogonal = [], offloadd._directions._muon.orthogonal
+
+    def interrupted(*args):
+        calls.append(None)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return orthogonal(*args)
+
+    patch.setattr(offloadd._directions._muon, "orthogonal", interrupted)
+    return calls
+
+
 def test_an_interrupt_waits_for_the_end_of_a_step(monkeypatch):
     found = []
     for at in (None, 3, 4):
-        model, calls = model_of(), []
+        model = model_of()
         optimizer = made(model)
-        orthogonal = offloadd._directions._muon.orthogonal
-
-        def interrupted(*args):
-            calls.append(None)
-            if len(calls) == at:
-                signal.raise_signal(signal.SIGINT)
-            return orthogonal(*args)
-
         with monkeypatch.context() as patch:
-            patch.setattr(offloadd._directions._muon, "orthogonal", interrupted)
+            calls = interrupt(patch, at)
             for number, x in enumerate(batches(3)):
                 model(x).backward()
                 clip_grad_norm_(model.parameters(), 0.1)

@@ -12,7 +12,7 @@ import forks
 import offloadd
 from offloadd._muon import MuonWithAdamW, block_matrices
 from ranks import on_ranks
-from test_muon import bytes_of, clip_in_double, same, values
+from test_muon import bytes_of, clip_in_double, interrupt, same, values
 from test_runs import PROGRAM, config, needs_daemon
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -294,18 +294,10 @@ def test_another_division_of_the_parameters_is_refused(tmp_path):
 def test_an_interrupt_waits_for_the_end_of_a_step(tmp_path, monkeypatch):
     found = []
     for at in (None, 1, 7):
-        model, calls = model_of(), []
+        model = model_of()
         optimizer = ours(model)
-        orthogonal = offloadd._directions._muon.orthogonal
-
-        def interrupted(*args):
-            calls.append(None)
-            if len(calls) == at:
-                signal.raise_signal(signal.SIGINT)
-            return orthogonal(*args)
-
         with monkeypatch.context() as patch, prepared(model, optimizer, "cpu", tmp_path / f"at-{at}") as run:
-            patch.setattr(offloadd._directions._muon, "orthogonal", interrupted)
+            calls = interrupt(patch, at)
             for step in range(3):
                 model(step).backward()
                 try:
