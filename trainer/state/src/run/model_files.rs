@@ -2,6 +2,7 @@
 //! tokenizer, chat template. An export copies them again, even if their original directory is gone.
 
 use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -87,29 +88,27 @@ impl ModelFiles {
     /// A file cannot be written.
     pub fn keep_chat_format(&self, template: &str, end: Option<u32>) -> Result<(), DirError> {
         let dir = &self.dir;
-        let failed = |path: &Path| {
+        let failed = |verb, path: &Path| {
             let path = path.to_owned();
-            move |source| DirError::Io {
-                verb: "write",
-                path,
-                source,
-            }
+            move |source| DirError::Io { verb, path, source }
         };
         // `None` for a file that is there and no table: it stays as it is.
-        let read = |name: &str| -> Option<Map<String, Value>> {
-            match fs::read(dir.join(name)) {
-                Ok(json) => serde_json::from_slice(&json).ok(),
-                Err(_) => Some(Map::new()),
+        let read = |name: &str| -> Result<Option<Map<String, Value>>, DirError> {
+            let path = dir.join(name);
+            match fs::read(&path) {
+                Ok(json) => Ok(serde_json::from_slice(&json).ok()),
+                Err(error) if error.kind() == ErrorKind::NotFound => Ok(Some(Map::new())),
+                Err(error) => Err(failed("read", &path)(error)),
             }
         };
-        fs::create_dir_all(dir).map_err(failed(dir))?;
+        fs::create_dir_all(dir).map_err(failed("create the directory", dir))?;
         let mut files = vec![("chat_template.jinja", template.as_bytes().to_vec())];
         if let Some(end) = end
-            && let Some(mut generation) = read(GENERATION)
+            && let Some(mut generation) = read(GENERATION)?
         {
             if generation.is_empty() {
                 // Without the file, libraries take these from the model's.
-                let config = read(CONFIG).unwrap_or_default().into_iter();
+                let config = read(CONFIG)?.unwrap_or_default().into_iter();
                 generation.extend(config.filter(|(key, _)| TOKEN_IDS.contains(&key.as_str())));
             }
             let mut ends = match generation.remove(EOS) {
@@ -135,7 +134,7 @@ impl ModelFiles {
             fs::write(&new, &bytes)
                 .and_then(|()| File::open(&new)?.sync_all())
                 .and_then(|()| fs::rename(&new, &path))
-                .map_err(failed(&path))?;
+                .map_err(failed("write", &path))?;
         }
         Ok(())
     }
