@@ -54,7 +54,7 @@ pub use nodes::{Exchange, Nodes};
 pub use offload_client::nodes::TO_CHECKPOINT;
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
-    IODEPTH_MIN, Slot, TileError, private,
+    IODEPTH_MIN, JobSummary, Slot, TileError, private,
 };
 pub use op::Op;
 pub use open::job_layout;

@@ -43,7 +43,9 @@ use training_state::ranks::Ranks;
 use training_state::run::{
     Checkpoint, CheckpointName, RunDescription, RunDir, RunId, check_text, resolved,
 };
-use training_state::store::{StoreError, StoreFiles, check_daemon, check_mounted, remember_mounts};
+use training_state::store::{
+    StoreError, StoreFiles, check_daemon, check_mounted, job_at, remember_mounts,
+};
 
 /// Point from which a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -295,10 +297,7 @@ impl PreparedRun {
                 tracing::warn!("{note}");
             }
             // Before an earlier job of the run is deleted, whose space it takes.
-            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
-            let own = jobs.iter().find(|job| job.job == self.id.job);
-            let own_bytes = own.map_or(0, |job| job.reserved_bytes);
-            check_daemon(&daemon, own_bytes, self.plan.device_bytes())?;
+            check_daemon(&daemon, &self.id.job, self.plan.device_bytes())?;
         }
         let mut plan = self.plan.clone();
         let beginning = match (&self.from, self.begun) {
@@ -397,11 +396,7 @@ impl PreparedRun {
         let Some(daemon) = self.shared_daemon()? else {
             return Ok(true);
         };
-        Ok(daemon
-            .jobs()
-            .map_err(StoreError::Daemon)?
-            .iter()
-            .any(|job| job.job == self.id.job))
+        Ok(job_at(&daemon, &self.id.job)?.is_some())
     }
 
     /// Connects to the daemon behind `offload.socket`, if the run has its store there.

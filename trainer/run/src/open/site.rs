@@ -16,7 +16,7 @@ use training_state::run::{
     CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDescription, RunDir, RunId,
     resolved,
 };
-use training_state::store::{StoreError, StoreFiles};
+use training_state::store::{StoreFiles, job_at};
 
 /// The place of this process's part of a run.
 #[derive(Clone)]
@@ -225,9 +225,8 @@ impl Site {
             let Ok(daemon) = Daemon::connect(socket) else {
                 return Ok(None);
             };
-            let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
-            let mut jobs = jobs.iter().filter(|found| found.job == job);
-            let has_state = jobs.any(|found| found.newest_generation.0 > 0);
+            let found = job_at(&daemon, &job)?;
+            let has_state = found.is_some_and(|found| found.newest_generation.0 > 0);
             let socket = socket.display();
             let words = || format!("the store of the daemon on {socket} has no state of job {job}");
             return Ok((!has_state).then(words));

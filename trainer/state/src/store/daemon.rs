@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
-use swapper::{Daemon, Durability, MemoryPlan};
+use swapper::{Daemon, Durability, JobSummary, MemoryPlan};
 
 use super::{StoreError, StoreSpace, check_dirs, check_space, space_needed};
 
@@ -191,11 +191,21 @@ pub struct OtherJob {
     pub devices: String,
 }
 
-/// Checks that `daemon` has room for a run whose job has `own_bytes` there.
+/// What `daemon` has of this user's job of this name.
 ///
 /// # Errors
-/// [`StoreError::TooLittleAtDaemon`].
-pub fn check_daemon(daemon: &Daemon, own_bytes: u64, needed_bytes: u64) -> Result<(), StoreError> {
+/// The daemon does not answer.
+pub fn job_at(daemon: &Daemon, job: &str) -> Result<Option<JobSummary>, StoreError> {
+    let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+    Ok(jobs.into_iter().find(|found| found.job == job))
+}
+
+/// Checks that `daemon` has room for a run, whose job there, if any, has space that it can take.
+///
+/// # Errors
+/// [`StoreError::TooLittleAtDaemon`]; the daemon does not answer.
+pub fn check_daemon(daemon: &Daemon, job: &str, needed_bytes: u64) -> Result<(), StoreError> {
+    let own_bytes = job_at(daemon, job)?.map_or(0, |job| job.reserved_bytes);
     let free_bytes = daemon.info().device_free_bytes + own_bytes;
     match needed_bytes <= free_bytes {
         true => Ok(()),
