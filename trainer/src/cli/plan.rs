@@ -11,11 +11,12 @@ use training_run::AskTorch;
 use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Overrides, PlacesTable, PlanError, Question, REPORT_VERSION,
-    Refusal, RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
+    Beginning, Drives, Hardware, Overrides, PlacesTable, Question, REPORT_VERSION, Refusal,
+    RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
 };
 use training_state::plan::parse_memory;
 use training_state::run::{RunId, resolved};
+use training_state::store::StoreError;
 
 /// Examples shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -253,7 +254,7 @@ fn print_run(run: DryRun, json: bool) -> anyhow::Result<()> {
         if let Some(socket) = &settings.offload.socket {
             let job = RunId::for_dir(&run_dir).0.job;
             let checked = Daemon::connect(socket)
-                .map_err(PlanError::Daemon)
+                .map_err(|error| StoreError::Daemon(error).into())
                 .and_then(|daemon| plan.check_daemon(&daemon, &job));
             warnings.extend(checked.err().map(|error| {
                 format!("{error}; so this plan does not know what offloadd lets this user have")

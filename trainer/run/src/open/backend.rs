@@ -2,7 +2,7 @@
 
 use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
-use swapper::{FaultKind, OpenReport, Optimizer, Swapper, SwapperError};
+use swapper::{OpenReport, Optimizer, Swapper};
 
 use super::PreparedRun;
 use super::RunError;
@@ -55,14 +55,6 @@ pub fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> Para
     }))
 }
 
-/// Whether the devices have too little free space.
-fn is_of_no_space(error: &SwapperError) -> bool {
-    match error.cause() {
-        SwapperError::Client { source, .. } => source.fault() == Some(FaultKind::NoSpace),
-        _ => false,
-    }
-}
-
 impl PreparedRun {
     /// Allocates the tiles or opens their store. Tiles that are updated on the host are offered to
     /// `checkpoint_tap`.
@@ -100,12 +92,8 @@ impl PreparedRun {
             self.optimizers(plan, groups, checkpoint_tap, backend.as_deref())?,
         );
         let (swapper, opened) = opened.map_err(|error| {
-            let input_bytes = plan.swapper.scratch.bytes();
             if error.is_of_an_unclean_job() {
                 RunError::InPlace(error)
-            } else if input_bytes > 0 && is_of_no_space(&error) {
-                let error = Box::new(error);
-                RunError::NoRoomForInputs { error, input_bytes }
             } else {
                 error.into()
             }

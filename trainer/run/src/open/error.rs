@@ -116,8 +116,8 @@ pub enum RunError {
         ApproxBytes(*input_bytes)
     )]
     NoRoomForInputs {
-        error: Box<SwapperError>,
-        /// Of this process.
+        error: StoreError,
+        /// Of all processes of the node.
         input_bytes: u64,
     },
     #[error(transparent)]

@@ -287,8 +287,14 @@ impl PreparedRun {
         if !self.ranks.is_first_of_node() {
             return Ok(());
         }
+        let no_room = |error: StoreError| match self.plan.device_input_bytes() {
+            input_bytes if input_bytes > 0 && error.is_of_space() => {
+                RunError::NoRoomForInputs { error, input_bytes }
+            }
+            _ => error.into(),
+        };
         if let Some(files) = &self.files {
-            files.check()?;
+            files.check().map_err(no_room)?;
         }
         if let Some(daemon) = self.shared_daemon()? {
             let devices = daemon.info().devices.iter();
@@ -297,7 +303,7 @@ impl PreparedRun {
                 tracing::warn!("{note}");
             }
             // Before an earlier job of the run is deleted, whose space it takes.
-            check_daemon(&daemon, &self.id.job, self.plan.device_bytes())?;
+            check_daemon(&daemon, &self.id.job, self.plan.device_bytes()).map_err(no_room)?;
         }
         let mut plan = self.plan.clone();
         let beginning = match (&self.from, self.begun) {

@@ -14,6 +14,7 @@ use crate::config::{
     ActivationsChoice, AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings,
 };
 use training_state::run::{CheckpointError, DirError, resolved};
+use training_state::store::StoreError;
 
 /// Error that keeps a run from starting.
 #[derive(Debug, thiserror::Error)]
@@ -25,7 +26,7 @@ pub enum PlanError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
-    Daemon(swapper::ClientError),
+    Store(#[from] StoreError),
     #[error("{0}")]
     Refused(Problem),
 }

@@ -2,6 +2,7 @@
 
 use offload_support::units::{ApproxBytes, CountOf};
 use swapper::Daemon;
+use training_state::store::{device_free_bytes, job_at};
 
 use super::problems::{Problem, ProblemKind};
 use super::{Plan, PlanError};
@@ -12,19 +13,16 @@ impl Plan {
     /// # Errors
     /// The daemon does not answer, or the run's memory cannot be planned.
     pub fn check_daemon(&mut self, daemon: &Daemon, job: &str) -> Result<(), PlanError> {
-        let jobs = daemon.jobs().map_err(PlanError::Daemon)?;
-        let known = jobs.iter().find(|known| known.job == job);
-        if known.is_some_and(|known| known.open) {
+        let known = job_at(daemon, job)?;
+        if known.as_ref().is_some_and(|known| known.open) {
             // It has what it needs.
             return Ok(());
         }
         let info = daemon.info();
         let ranks = self.local_ranks;
         let host_bytes = self.memory.arena_bytes()?.saturating_mul(ranks.into());
-        let device_bytes = match known {
-            Some(_) => 0,
-            None => self.device_bytes() / u64::from(self.nodes()),
-        };
+        let device_bytes = self.device_bytes();
+        let free_bytes = device_free_bytes(daemon, known.as_ref());
         let quota = |key: &str| {
             format!(
                 "end or delete other jobs, or have the administrator of offloadd raise `{key}` of the quota"
@@ -45,10 +43,10 @@ impl Plan {
                 quota("host_bytes_max"),
             ));
         }
-        if device_bytes > info.device_free_bytes {
+        if device_bytes > free_bytes {
             found.push(Problem::new(
                 ProblemKind::DeviceSpace,
-                short(device_bytes, info.device_free_bytes, "on its devices"),
+                short(device_bytes, free_bytes, "on its devices"),
                 quota("device_bytes_max"),
             ));
         }

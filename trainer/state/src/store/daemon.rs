@@ -200,13 +200,17 @@ pub fn job_at(daemon: &Daemon, job: &str) -> Result<Option<JobSummary>, StoreErr
     Ok(jobs.into_iter().find(|found| found.job == job))
 }
 
-/// Checks that `daemon` has room for a run, whose job there, if any, has space that it can take.
+/// Bytes of its devices that `daemon` leaves a run, whose job there, if any, has space that the run can take.
+pub fn device_free_bytes(daemon: &Daemon, job: Option<&JobSummary>) -> u64 {
+    daemon.info().device_free_bytes + job.map_or(0, |job| job.reserved_bytes)
+}
+
+/// Checks that `daemon` has room for a run.
 ///
 /// # Errors
 /// [`StoreError::TooLittleAtDaemon`]; the daemon does not answer.
 pub fn check_daemon(daemon: &Daemon, job: &str, needed_bytes: u64) -> Result<(), StoreError> {
-    let own_bytes = job_at(daemon, job)?.map_or(0, |job| job.reserved_bytes);
-    let free_bytes = daemon.info().device_free_bytes + own_bytes;
+    let free_bytes = device_free_bytes(daemon, job_at(daemon, job)?.as_ref());
     match needed_bytes <= free_bytes {
         true => Ok(()),
         false => Err(StoreError::TooLittleAtDaemon {

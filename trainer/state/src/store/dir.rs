@@ -56,6 +56,16 @@ pub enum StoreError {
     Private(swapper::ClientError),
 }
 
+impl StoreError {
+    /// Whether there is too little free space.
+    pub fn is_of_space(&self) -> bool {
+        matches!(
+            self,
+            Self::TooLittleSpace { .. } | Self::TooLittleAtDaemon { .. }
+        )
+    }
+}
+
 /// Checks that the directories of `files` exist, support direct I/O and have space for a file of `file_bytes`
 /// each. The files may exist already. Directories on one file system share its space. Creates and removes a
 /// probe file in each directory.

@@ -184,7 +184,7 @@ fn inputs_that_have_no_place_on_drives_are_refused_by_name() {
     let large = run(&harness, "large", "nvme", &sets).with(&daemon.socket());
     let said = large.refused();
     for part in [
-        "free: ",
+        "offload.socket: the daemon leaves this user 255.0 MiB on its devices",
         "350.3 MiB of this are for block inputs (offload.activations",
     ] {
         assert!(said.contains(part), "{said}");

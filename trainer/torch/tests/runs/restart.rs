@@ -51,6 +51,13 @@ fn a_fresh_start_that_a_shared_store_has_no_room_for_deletes_nothing() {
         said.contains("offload.socket: the daemon leaves this user "),
         "{said}"
     );
+    // The plan counts the job's own space as free, too.
+    let planned = finish(spawn(large.command("plan")));
+    let planned = String::from_utf8_lossy(&planned.stdout).into_owned();
+    let free = said.split_once("leaves this user ").unwrap().1;
+    let free = free.split_once(" on its devices").unwrap().0;
+    let left = format!("on its devices, but offloadd lets this user have {free} now");
+    assert!(planned.contains(&left), "{left} in {planned}");
     assert!(run().train().contains("resumed at step 2"));
 }
 
