@@ -43,6 +43,23 @@ def test_a_closed_run_has_no_memory_of_its_model(tmp_path, capfd):
     second.close()
 
 
+def test_what_a_script_drops_later_is_free(tmp_path):
+    model = net()
+    kept, memory = model.state_dict(), StorageWeakRef(model[0].weight.untyped_storage())
+    run, _ = prepared(model, tmp_path / "run")
+    del kept
+    assert memory.expired()
+    run.close()
+
+
+def test_what_locals_gave_a_script_stays(tmp_path):
+    model = net()
+    kept, own = model.state_dict(), locals()
+    run, _ = prepared(model, tmp_path / "run")
+    assert own["model"] is model and own["kept"] is kept
+    run.close()
+
+
 @needs_daemon
 def test_a_resumed_run_refuses_what_was_held_at_once(tmp_path):
     for committed in (False, True):

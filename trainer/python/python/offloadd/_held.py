@@ -13,8 +13,10 @@ from __future__ import annotations
 import bisect
 import collections
 import gc
+import inspect
 import itertools
 import sys
+import types
 from typing import Any, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
@@ -26,6 +28,9 @@ from ._errors import NotSupported
 from ._released import AS_TENSORS, BEFORE, Origin, ReadOnlyCopy, ReadOnlyParam
 from ._storage import forbid_for_good
 from ._units import Unit
+
+# Of a frame, a variable here and an argument.
+_REFERENCES_TO_LOCALS = 3
 
 _INSTEAD = "plain PyTorch would go on to share it with the parameter, which moves to a tile: drop it before offloadd.prepare, or keep a copy of it"
 
@@ -236,7 +241,7 @@ def _arrays() -> Iterator[Any]:
     def of_frames() -> Iterator[Any]:
         for frame in sys._current_frames().values():
             while frame is not None:
-                yield from frame.f_locals.values()
+                yield from _locals_of(frame)
                 frame = frame.f_back
 
     _list_all()
@@ -255,6 +260,18 @@ def _arrays() -> Iterator[Any]:
                 left.extend(one.values())
             elif type(one) is tuple and one and not gc.is_tracked(one):
                 left.extend(one)
+
+
+def _locals_of(frame: types.FrameType) -> list[Any]:
+    """What the variables of a function that runs have."""
+    by_name = frame.f_locals
+    found = list(by_name.values())
+    # Before Python 3.13 a function's are copied to a dict, which would keep what the function drops. A script that has called locals() has the same dict,
+    # and a debugger writes it back.
+    is_copy = sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and frame.f_trace is None and sys.getrefcount(by_name) == _REFERENCES_TO_LOCALS:
+        by_name.clear()
+    return found
 
 
 def _mapped_files() -> list[tuple[int, int]]:
