@@ -65,10 +65,31 @@ def take_given(params: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter],
 
 def _check_apart(given: Iterable[nn.Parameter], name_of: Callable[[nn.Parameter], str]) -> None:
     """Refuses gradients of several parameters in the same memory: in plain PyTorch it would have the sum of all."""
-    ranges = sorted((*address_range(param.grad), name_of(param)) for param in given)
-    for (_, end, name), (start, _, other) in zip(ranges, ranges[1:]):
-        if start < end:
-            raise NotSupported(f"the gradients of {name} and {other} were given the same memory before backward: give each a tensor of its own")
+    by_address = sorted(((*address_range(param.grad), param) for param in given), key=lambda one: one[:2])
+    # Those whose ranges meet, such as columns of one buffer, and the end of these ranges.
+    met, until = [], 0
+    for start, end, param in by_address:
+        if start >= until:
+            _check_bytes(met, name_of)
+            met = []
+        met.append((start, end, param))
+        until = max(until, end)
+    _check_bytes(met, name_of)
+
+
+def _check_bytes(met: list[tuple[int, int, nn.Parameter]], name_of: Callable[[nn.Parameter], str]) -> None:
+    """Refuses gradients with a byte in common."""
+    if len(met) < 2:
+        return
+    first, until = met[0][0], max(end for _, end, _ in met)
+    owners = torch.full((until - first,), -1, dtype=torch.int32, device="cpu")
+    for number, (start, _, param) in enumerate(met):
+        size = param.grad.element_size()
+        own = owners.as_strided((*param.grad.size(), size), (*(size * stride for stride in param.grad.stride()), 1), start - first)
+        if (other := int(own.max())) >= 0:
+            names = f"{name_of(met[other][2])} and {name_of(param)}"
+            raise NotSupported(f"the gradients of {names} were given the same memory before backward: give each a tensor of its own")
+        own.fill_(number)
 
 
 def _is_held(param: nn.Parameter) -> bool:

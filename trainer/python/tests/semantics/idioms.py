@@ -254,6 +254,16 @@ def _joined(name, reentrant):
 _joined("weights joined by `cat` in shared layers, whose gradients are views of one memory", None)
 _joined("weights joined by `cat` in shared layers under `checkpoint`", False)
 _joined("weights joined by `cat` in shared layers under `checkpoint(use_reentrant=True)`", True)
+
+
+def _columns(s):
+    params = [block.up.weight for block in s.model.blocks]
+    together = torch.full((*params[0].shape, len(params)), 0.1)
+    for number, param in enumerate(params):
+        param.grad = together[..., number]
+
+
+shared.equal("gradients that are columns of one buffer, which nobody uses after backward", lambda s: [_columns(s), s.backward(0), s.optimizer.step()][-1])
 shared.equal("a buffer of which gradients are views, given after backward", lambda s: [s.backward(0), _flat_gradients(s).fill_(0.1), s.optimizer.step()])
 shared.equal(
     "zeros given before each backward", lambda s: [[_give(s, [torch.zeros_like(p) for p in s.model.parameters()]), s.step(number)] for number in range(2)][0][0]
