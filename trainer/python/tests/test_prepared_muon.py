@@ -10,7 +10,9 @@ from torch import nn
 
 import forks
 import offloadd
+from offloadd._config import settings_of
 from offloadd._muon import MuonWithAdamW, block_matrices
+from offloadd._schedules import schedule_of
 from ranks import on_ranks
 from test_muon import bytes_of, clip_in_double, interrupt, same, values
 from test_runs import PROGRAM, config, needs_daemon
@@ -152,11 +154,12 @@ def test_a_configuration_of_deepspeed_makes_both(tmp_path):
     matrices, rest = parts(plain)
     own = {"betas": (0.8, 0.99), "weight_decay": 0.1}
     optimizers = [torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1, momentum=0.9, ns_steps=4), torch.optim.AdamW(rest, lr=1e-2, **own)]
-    groups = [{"params": list(model.head.parameters())}, {"params": list(model.layers.parameters())}]
+    # As torch.optim takes them.
+    groups = [{"params": model.head.weight}, {"params": [model.head.bias]}, {"params": model.layers.parameters()}]
     engine, optimizer, _, _ = offloadd.initialize(
         model=model, model_parameters=groups, config={**config("cpu", tmp_path), **CONFIG, "offloadd": {"program": PROGRAM}}, run_dir=tmp_path / "run"
     )
-    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False]
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False, False]
     assert all(len(group["params"]) for group in optimizer.param_groups)
     rates = []
     for step in range(STEPS):
@@ -171,8 +174,29 @@ def test_a_configuration_of_deepspeed_makes_both(tmp_path):
         engine.step()
     for one, other in zip(values(plain), values(model)):
         close(one, other)
-    assert rates[0] < rates[2] < rates[-1] == [2e-2, 1e-2, 1e-2]
+    assert rates[0] < rates[2] < rates[-1] == [2e-2, 1e-2, 1e-2, 1e-2]
     engine.run.close()
+
+
+def test_a_configured_schedule_keeps_the_ratio_of_the_rates_of_a_scripts_groups():
+    model = model_of()
+    schedule = schedule_of(settings_of({"scheduler": CONFIG["scheduler"]}), optimizer := ours(model))
+    rates = []
+    for _ in range(6):
+        optimizer.step()
+        schedule.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates[0] < rates[2] < rates[-1] == pytest.approx([1e-2, 2e-2, 5e-3])
+
+
+def test_clipping_for_an_optimizer_alone_is_refused_by_name(tmp_path):
+    model = model_of()
+    optimizer = ours(model)
+    with prepared(model, optimizer, "cpu", tmp_path / "run"):
+        model(0).backward()
+        for given in (optimizer, model.parameters()):
+            with pytest.raises(offloadd.NotSupported, match="is in no optimizer of offloadd.optim: call torch.nn.utils.clip_grad_norm_"):
+                offloadd.optim.clip_grad_norm_(given, 1.0)
 
 
 def test_a_step_that_overflows_is_skipped(tmp_path):

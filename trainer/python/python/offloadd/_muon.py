@@ -127,10 +127,12 @@ def grouped(model: nn.Module, wanted: Optional[Sequence], params: Iterable[Any],
         )
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    # As torch.optim takes them: also a tensor alone, and what can be gone through once.
+    members = [[given] if isinstance(given := group["params"], torch.Tensor) else list(given) for group in groups]
     found = []
     for muon, rate in ((True, lr), (False, aux_lr)):
-        for group in groups:
-            own = [one for one in group["params"] if (id(one[1] if isinstance(one, tuple) else one) in matrices) == muon]
+        for group, of_group in zip(groups, members):
+            own = [one for one in of_group if (id(one[1] if isinstance(one, tuple) else one) in matrices) == muon]
             if own:
                 found.append({**group, "params": own, "lr": rate, "use_muon": muon})
     return found

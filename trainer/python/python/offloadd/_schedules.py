@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Iterable, Optional
+from typing import Any, Iterable, Mapping, Optional
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from ._config import Settings
 from ._errors import NotSupported
 from ._lion import Lion
 from ._muon import MuonWithAdamW, grouped
+from ._muon import rule_of as rule_of_group
+from ._supported_optimizers import rule_of
 
 # Names of DeepSpeed's schedulers.
 SCHEDULERS = tuple(name for name, _ in _offloadd.deepspeed_schedulers())
@@ -27,7 +29,7 @@ class Schedule(LRScheduler):
         self.description = description
         # An earlier schedule may have changed them.
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        of_matrices = next((rate for rate, group in zip(rates, optimizer.param_groups) if group.get("use_muon")), 0.0)
+        of_matrices = next((rate for rate, group in zip(rates, optimizer.param_groups) if _is_of_muon(optimizer, group)), 0.0)
         self._factors = [rate / of_matrices if of_matrices else 1.0 for rate in rates]
         super().__init__(optimizer)
 
@@ -69,4 +71,9 @@ def schedule_of(settings: Settings, optimizer: torch.optim.Optimizer) -> Optiona
 
 def _rate_of(optimizer: torch.optim.Optimizer) -> float:
     """The rate that a schedule of an optimizer begins with: that of matrices, where Muon updates some."""
-    return float(next((group["lr"] for group in optimizer.param_groups if group.get("use_muon")), optimizer.param_groups[0]["lr"]))
+    return float(next((group["lr"] for group in optimizer.param_groups if _is_of_muon(optimizer, group)), optimizer.param_groups[0]["lr"]))
+
+
+def _is_of_muon(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether Muon updates a group of an optimizer."""
+    return rule_of(optimizer) == "Muon" and rule_of_group(group) == "Muon"

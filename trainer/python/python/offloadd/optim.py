@@ -341,13 +341,14 @@ def clip_grad_norm_(
     ranks, and scales them. They go to tiles once, for the norm and for the step, whose tiles have them unscaled and are multiplied by the same factor."""
     if float(norm_type) != 2.0:
         raise NotSupported(f"clip_grad_norm_ with norm_type={norm_type}: use torch.nn.utils.clip_grad_norm_")
-    if isinstance(parameters, _Alone):
+    if isinstance(parameters, torch.optim.Optimizer):
         params = [param for group in parameters.param_groups for param in group["params"]]
     else:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_optimizer: dict[_Alone, list[torch.Tensor]] = {}
-    # Of several that had a parameter, the newest.
-    made = sorted((one for one in _optimizers if one._run is None or not one._run.closed), key=lambda one: one._number)
+    # Of several that had a parameter, the newest. One that `prepare` took is none of these any more.
+    alone = (one for one in _optimizers if isinstance(one, _Alone))
+    made = sorted((one for one in alone if one._run is None or not one._run.closed), key=lambda one: one._number)
     of_param = {id(param): one for one in made for group in one.param_groups for param in group["params"]}
     for param in params:
         if grad_of(param, f"a parameter of shape {tuple(param.shape)}") is None:
