@@ -1,7 +1,5 @@
 //! Finds the store a command works on: through the daemon that serves it, or on its devices when no daemon does.
 
-use std::io::ErrorKind;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow, bail};
@@ -9,6 +7,8 @@ use clap::Args;
 use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::{Config, SOCKET_DEFAULT};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
 
 use super::connection::Daemon;
 
@@ -75,9 +75,9 @@ pub(super) async fn holder(which: &WhichStore) -> Result<Holder> {
     if !config.socket.exists() {
         return Ok(Holder::Nobody(Box::new(config)));
     }
-    if let Err(error) = UnixStream::connect(&config.socket)
-        && error.kind() == ErrorKind::PermissionDenied
-    {
+    // Not by a connection: it waits forever where those that a stuck daemon has not accepted are as many as can be.
+    let may_open = accessat(CWD, &config.socket, Access::WRITE_OK, AtFlags::EACCESS);
+    if may_open == Err(Errno::ACCESS) {
         bail!(
             "you may not open the daemon's socket {}: ask root to add you to its group (`usermod -aG offloadd USER`), and log in again",
             config.socket.display()
