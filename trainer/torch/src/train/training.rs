@@ -150,7 +150,9 @@ impl Training {
         })?;
         let (past, best_checkpoint) =
             ranks.by_first::<_, TrainError>("reading the evaluations", || {
-                let evaluates = data.as_ref().map(|data| data.evaluates(train.eval_batches));
+                // Without validation data, the losses of the last ones stay.
+                let evaluated = data.as_ref().filter(|data| data.holdout_windows() > 0);
+                let evaluates = evaluated.map(|data| data.evaluates(train.eval_batches));
                 let past = MetricsFile::evaluations(run.dir.path(), evaluates.as_deref());
                 let before = MetricsFile::evaluations(run.dir.path(), None);
                 if let (Some(shown), true, Some((step, _))) = (&shown, past.is_empty(), before.last())
