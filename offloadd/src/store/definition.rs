@@ -42,12 +42,6 @@ impl JobName {
     }
 }
 
-impl std::borrow::Borrow<str> for JobName {
-    fn borrow(&self) -> &str {
-        &self.0
-    }
-}
-
 impl std::fmt::Display for JobName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)
