@@ -292,6 +292,7 @@ def _(s):
         s.backward(number)
         s.clip()
         s.backward(number + 3)
+        s.notes += [s.clip(1e-3)] * (number > 0)
         s.optimizer.step()
         s.optimizer.zero_grad()
 
@@ -328,6 +329,20 @@ def _(s):
         s.clip()
         s.optimizer.step()
         s.optimizer.zero_grad()
+
+
+@habit("one gradient of two optimizers is clipped")
+def _(s):
+    first, second = s.model.blocks[0].linear.weight, s.model.blocks[1].linear.weight
+    s.begin([first])
+    with contextlib.closing(adamw([second], kind=s.kind, **s.more)) if s.ours else contextlib.nullcontext(s.kind([second], lr=1e-2, **s.more)) as other:
+        for number in range(3):
+            s.backward(number)
+            first.grad = second.grad
+            s.notes.append(s.clip_only([first, second], 1e-2))
+            s.optimizer.step()
+            other.step()
+            s.model.zero_grad()
 
 
 @habit("a step that is clipped begins in another backward")

@@ -144,11 +144,13 @@ class Beside:
         they are: within it the caller notes that they are to be multiplied too."""
         # Until all is done: what an interrupt leaves is handed over anew.
         seen, self.seen = self.seen, {}
+        # What another optimizer has scaled, with a parameter that has the same gradient, is handed over anew.
+        same = [key for key, grad in grads.items() if key in seen and seen[key].may_be_of(grad)]
         distinct = {id(grad): grad for grad in grads.values()}
         with torch.no_grad():
             for number in range(max(times.values(), default=0)):
                 torch._foreach_mul_([local_of(grad) for key, grad in distinct.items() if times[key] > number], factor)
-        seen.update((key, Mark.of_gradient(grad)) for key, grad in grads.items() if key in seen)
+        seen.update((key, Mark.of_gradient(grads[key])) for key in same)
         yield
         self.seen = seen
 
