@@ -214,6 +214,31 @@ def test_a_gradient_that_is_dropped_after_clipping_leaves_the_others_clipped(ove
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
 
 
+def test_an_interrupt_of_clipping_leaves_gradients_that_are_used_as_they_are():
+    """Ctrl-C between the gradients and the note of their factor."""
+    found = []
+    for ours in (False, True):
+        param = nn.Parameter(torch.arange(8.0))
+        optimizer = adamw([param], eps=1.0) if ours else torch.optim.AdamW([param], lr=1e-2, eps=1.0)
+        for number in range(2):
+            param.grad = torch.arange(8.0)
+            if ours and number:
+                optimizer._run._scales = Interrupted()
+                with pytest.raises(KeyboardInterrupt):
+                    clip_grad_norm_([param], 1.0)
+            else:
+                (clip_grad_norm_ if ours else nn.utils.clip_grad_norm_)([param], 1.0)
+            optimizer.step()
+        found.append(param.detach().clone())
+    torch.testing.assert_close(*found)
+    optimizer.close()
+
+
+class Interrupted(dict):
+    def __setitem__(self, *_):
+        raise KeyboardInterrupt
+
+
 def test_options_that_an_optimizer_alone_cannot_use_are_refused():
     model = model_of()
     for key, value in (("optimizer_step", "immediate"), ("run_dir", "elsewhere"), ("units", ["Block"]), ("gpu_resident_fraction", 1)):

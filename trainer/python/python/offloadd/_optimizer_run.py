@@ -327,7 +327,6 @@ class OptimizerRun:
         commits.steps_done += 1
         commits.note_step()
         commits.seal()
-        self._scales.clear()
         if begun is not None:
             units = begun.in_order(units)
         interrupts.repeat(lambda: beside.write_back(units))
