@@ -6,7 +6,7 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python/python"))
 
-# Of a test drive beside what the plan says: a file system has its own, and files are rounded up.
+# A test drive has more than the plan says: a file system needs some of it, and files are rounded up.
 _DRIVE_SLACK, _DRIVE_SLACK_BYTES = 1.1, 1 << 30
 
 

@@ -181,8 +181,8 @@ impl MetricsFile {
             .map_or(0, |(_, last_step)| last_step)
     }
 
-    /// Steps and losses of the evaluations in a run directory, in the order of steps, since another data was last evaluated than `data`, or than in the
-    /// last evaluation.
+    /// Returns steps and losses of evaluations in a run directory, in the order of steps: those of `data`, or of what was evaluated last, after the last
+    /// evaluation of other data.
     pub fn evaluations(run_dir: &Path, data: Option<&str>) -> Vec<(u64, f64)> {
         let Ok(file) = File::open(Self::path(run_dir)) else {
             return Vec::new();

@@ -105,7 +105,7 @@ def _references(param: nn.Parameter) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=None)
 def _least_references() -> tuple[int, int]:
-    """Those to a gradient that nobody else has."""
+    """References to a gradient that nobody else has."""
     param = nn.Parameter(torch.zeros(1, device="cpu"))
     param.grad = torch.zeros(1, device="cpu")
     return _references(param)

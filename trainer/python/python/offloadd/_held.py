@@ -29,7 +29,7 @@ from ._released import AS_TENSORS, BEFORE, Origin, ReadOnlyCopy, ReadOnlyParam
 from ._storage import forbid_for_good
 from ._units import Unit
 
-# Of a frame, a variable here and an argument.
+# Those of a frame, of a variable here and of an argument.
 _REFERENCES_TO_LOCALS = 3
 
 _INSTEAD = "plain PyTorch would go on to share it with the parameter, which moves to a tile: drop it before offloadd.prepare, or keep a copy of it"
@@ -90,7 +90,7 @@ class HeldMemory:
             if not storages_of_others(own.values(), (one for one, *_ in moving)):
                 return
             _list_all()
-            # What only the collector of cycles frees holds nothing.
+            # Garbage that waits for the collector of cycles holds nothing.
             gc.collect()
             suspects = storages_of_others(own.values(), (one for one, *_ in moving))
             if not suspects:

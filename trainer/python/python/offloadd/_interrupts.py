@@ -50,7 +50,7 @@ class Interrupts:
             yield
         finally:
             try:
-                # That of Ctrl-C may raise as soon as it is back.
+                # The handler of Ctrl-C may raise as soon as it is back.
                 for number in sorted(handlers, key=lambda number: number == signal.SIGINT):
                     signal.signal(number, handlers[number])
             finally:

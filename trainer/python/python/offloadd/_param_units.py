@@ -51,7 +51,7 @@ class Piece:
 class ParamUnit(Unit):
     """Pieces of one type that come and go together, in a flat tensor beside the parameters."""
 
-    # Of how many ranks each has a part of its own, where it is divided.
+    # Ranks that have a part of it each, where it is divided.
     ranks: int = 1
     rank: int = 0
     params: list[Piece] = field(default_factory=list)

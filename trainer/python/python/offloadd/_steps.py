@@ -20,7 +20,7 @@ from ._supported_optimizers import check_rules, check_settings
 # lr, beta1, beta2, eps and weight_decay of updates, each once.
 Scalars = list[tuple[float, ...]]
 
-# Of each parameter in the order of the units the number of its scalars, that of its update, and the factor of its gradient.
+# The number of its scalars, that of its update and the factor of its gradient, for each parameter in the order of the units.
 OfParams = list[tuple[int, int, float]]
 
 

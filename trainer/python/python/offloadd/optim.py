@@ -346,7 +346,7 @@ def clip_grad_norm_(
     else:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_optimizer: dict[_Alone, list[torch.Tensor]] = {}
-    # Of several that had a parameter, the newest. One that `prepare` took is none of these any more.
+    # Where several had a parameter, the newest counts. `prepare` changes the class of one that it takes.
     alone = (one for one in _optimizers if isinstance(one, _Alone))
     made = sorted((one for one in alone if one._run is None or not one._run.closed), key=lambda one: one._number)
     of_param = {id(param): one for one in made for group in one.param_groups for param in group["params"]}

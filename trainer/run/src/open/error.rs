@@ -117,7 +117,7 @@ pub enum RunError {
     )]
     NoRoomForInputs {
         error: StoreError,
-        /// Of all processes of the node.
+        /// Bytes of block inputs of all processes of the node.
         input_bytes: u64,
     },
     #[error(transparent)]
