@@ -2,7 +2,7 @@
 //! another.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use kernels::adamw::{Master, TileFormat};
 use offload_support::units::CountOf;
@@ -136,6 +136,15 @@ impl RunSettings {
     /// Passes of the whole run over `windows` training windows.
     pub fn epochs(&self, windows: u64) -> f64 {
         (self.train.steps as f64 * self.step_samples() as f64) / windows.max(1) as f64
+    }
+
+    /// Returns the directory of the run's tokenizer, or `None` if tokens are bytes.
+    pub fn tokenizer_dir(&self) -> Option<&Path> {
+        match self.data.tokenizer.as_deref() {
+            None => self.model_dir.as_deref(),
+            Some(dir) if dir.is_dir() => Some(dir),
+            Some(file) => file.parent().filter(|_| file.is_file()),
+        }
     }
 
     /// Whether these settings make checkpoints, during the run or at its end.

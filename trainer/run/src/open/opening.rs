@@ -515,21 +515,12 @@ fn record(
     };
     // Written before the run's record: a record implies that they are there.
     if let (Some(settings), Some(_)) = (settings, first) {
-        let tokenizer = tokenizer_dir(settings);
+        let tokenizer = settings.tokenizer_dir();
         let model = settings.model_dir.as_deref();
         ModelFiles::in_run_dir(dir.path()).keep(model, tokenizer)?;
     }
     reach(Point::Describing);
     Ok(dir.describe(&description)?)
-}
-
-/// Returns the directory of the run's tokenizer, or `None` if tokens are bytes.
-fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
-    match settings.data.tokenizer.as_deref() {
-        None => settings.model_dir.as_deref(),
-        Some(dir) if dir.is_dir() => Some(dir),
-        Some(file) => file.parent().filter(|_| file.is_file()),
-    }
 }
 
 /// Returns a warning when the store is older than the metrics.

@@ -13,10 +13,11 @@ use super::DirError;
 const DIR: &str = "model";
 const CONFIG: &str = "config.json";
 const GENERATION: &str = "generation_config.json";
+const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Files that Hugging Face's library writes for a tokenizer.
 const TOKENIZER: &[&str] = &[
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "chat_template.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -87,22 +88,20 @@ impl ModelFiles {
     /// # Errors
     /// A file cannot be written.
     pub fn keep_chat_format(&self, template: &str, end: Option<u32>) -> Result<(), DirError> {
-        let dir = &self.dir;
-        let failed = |verb, path: &Path| {
-            let path = path.to_owned();
-            move |source| DirError::Io { verb, path, source }
-        };
         // `None` for a file that is there and no table: it stays as it is.
         let read = |name: &str| -> Result<Option<Map<String, Value>>, DirError> {
-            let path = dir.join(name);
+            let path = self.dir.join(name);
             match fs::read(&path) {
                 Ok(json) => Ok(serde_json::from_slice(&json).ok()),
                 Err(error) if error.kind() == ErrorKind::NotFound => Ok(Some(Map::new())),
-                Err(error) => Err(failed("read", &path)(error)),
+                Err(source) => Err(DirError::Io {
+                    verb: "read",
+                    path,
+                    source,
+                }),
             }
         };
-        fs::create_dir_all(dir).map_err(failed("create the directory", dir))?;
-        let mut files = vec![("chat_template.jinja", template.as_bytes().to_vec())];
+        let mut files = vec![(CHAT_TEMPLATE, template.as_bytes().to_vec())];
         if let Some(end) = end
             && let Some(mut generation) = read(GENERATION)?
         {
@@ -125,18 +124,56 @@ impl ModelFiles {
                 serde_json::to_vec_pretty(&generation).expect("plain data"),
             ));
         }
-        for (name, bytes) in files {
-            let path = dir.join(name);
-            if fs::read(&path).is_ok_and(|found| found == bytes) {
+        (files.into_iter()).try_for_each(|(name, bytes)| self.replace(name, &bytes))
+    }
+
+    /// Undoes [`Self::keep_chat_format`]: has the chat template and the tokens that end a text from the directories of the tokenizer and of the model again.
+    /// The files of a directory that is gone stay.
+    ///
+    /// # Errors
+    /// A file cannot be copied or removed.
+    pub fn keep_own_chat_format(
+        &self,
+        model: Option<&Path>,
+        tokenizer: Option<&Path>,
+    ) -> Result<(), DirError> {
+        let read = |dir: &Path, name: &str| fs::read(dir.join(name)).ok();
+        let is_gone = |dir: Option<&Path>| dir.is_some_and(|dir| !dir.is_dir());
+        let own = tokenizer.and_then(|dir| read(dir, CHAT_TEMPLATE));
+        if is_gone(tokenizer) || own == read(&self.dir, CHAT_TEMPLATE) {
+            return Ok(());
+        }
+        for (from, name) in [(tokenizer, CHAT_TEMPLATE), (model, GENERATION)] {
+            if is_gone(from) {
                 continue;
             }
-            let new = dir.join(format!("{name}.new"));
-            fs::write(&new, &bytes)
-                .and_then(|()| File::open(&new)?.sync_all())
-                .and_then(|()| fs::rename(&new, &path))
-                .map_err(failed("write", &path))?;
+            match from.and_then(|dir| read(dir, name)) {
+                Some(bytes) => self.replace(name, &bytes)?,
+                None => {
+                    let path = self.dir.join(name);
+                    super::dir::remove(&path, fs::remove_file(&path))?;
+                }
+            }
         }
         Ok(())
+    }
+
+    /// Replaces a file whole, if it has other content.
+    fn replace(&self, name: &str, bytes: &[u8]) -> Result<(), DirError> {
+        let path = self.dir.join(name);
+        if fs::read(&path).is_ok_and(|found| found == bytes) {
+            return Ok(());
+        }
+        let new = self.dir.join(format!("{name}.new"));
+        fs::create_dir_all(&self.dir)
+            .and_then(|()| fs::write(&new, bytes))
+            .and_then(|()| File::open(&new)?.sync_all())
+            .and_then(|()| fs::rename(&new, &path))
+            .map_err(|source| DirError::Io {
+                verb: "write",
+                path,
+                source,
+            })
     }
 
     /// Removes all files.

@@ -129,11 +129,15 @@ impl Training {
                 .with_flops(flops(&settings, &run.plan));
             let monitors = Monitors::open(reports, state.next_sample)?;
             // For exports of this run.
-            if let Some(format) = data.as_ref().and_then(Data::chat_format) {
-                let files = ModelFiles::in_run_dir(run.dir.path());
-                (files.keep_chat_format(&format.template, format.answer_end))
-                    .map_err(RunError::from)?;
-            }
+            let files = ModelFiles::in_run_dir(run.dir.path());
+            let kept = match data.as_ref().map(Data::chat_format) {
+                Some(Some(format)) => files.keep_chat_format(&format.template, format.answer_end),
+                // An earlier start may have named a template.
+                Some(None) => files
+                    .keep_own_chat_format(settings.model_dir.as_deref(), settings.tokenizer_dir()),
+                None => Ok(()),
+            };
+            kept.map_err(RunError::from)?;
             Ok(Some(StepOutputs {
                 metrics,
                 monitors,

@@ -167,4 +167,16 @@ fn an_export_writes_conversations_as_the_run_did() {
     let (template, ends) = exported("own", &[&own, "train.stop_after=2"]);
     assert_eq!(template, text);
     assert_eq!(ends, serde_json::json!([2, 0]));
+    // The tokenizer's own again.
+    let run = chat_run(&harness, "run", &["train.stop_after=3"]);
+    run.train();
+    let out = harness.path("tokenizer's");
+    export(&run, &out, &[]);
+    let theirs = data_fixture("qwen").join("chat_template.jinja");
+    let theirs = std::fs::read_to_string(theirs).expect("a template");
+    assert_eq!(
+        std::fs::read_to_string(out.join("chat_template.jinja")).expect("a template"),
+        theirs
+    );
+    assert!(!out.join("generation_config.json").exists());
 }
