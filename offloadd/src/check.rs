@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use offload_support::memory;
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
@@ -80,7 +81,7 @@ fn socket(what: &str, path: &Path) -> Finding {
         return Finding::problem(
             what,
             format!("a file that is not a socket exists at {}", path.display()),
-            format!("set another path, or: rm {}", path.display()),
+            format!("set another path, or: rm {}", Word(path)),
         );
     }
     match may_write(place) {

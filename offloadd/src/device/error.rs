@@ -6,6 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use offload_api::BLOCK_BYTES;
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
@@ -186,14 +187,18 @@ pub(crate) fn fix_of_permission(path: &Path, uid: u32) -> String {
         .collect();
     dirs.reverse();
     if let Some(closed) = dirs.iter().find(|dir| enter(dir)) {
-        return format!("it may not enter {0}: chown {uid} {0}", closed.display());
+        return format!(
+            "it may not enter {}: chown {uid} {}",
+            closed.display(),
+            Word(closed)
+        );
     }
     match std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
         true => format!(
             "add the user to the group `disk`, or: chown {uid} {}",
-            path.display()
+            Word(path)
         ),
-        false => format!("chown {uid} {}", path.display()),
+        false => format!("chown {uid} {}", Word(path)),
     }
 }
 

@@ -1,7 +1,9 @@
 //! What can cost a device that works its data later, or let other users read it: named by `check-config` and `format` and at each start.
 
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use offload_support::paths::Word;
 use rustix::fs::IFlags;
 
 use super::error::OTHERS_COULD;
@@ -35,7 +37,11 @@ impl Device {
         // A file system that compresses reports this of every file.
         let holes = is_sparse(&found).then(|| Risk {
             what: "has holes, so writes fail when the file system is full".into(),
-            fix: format!("fallocate --length {} {}", self.bytes, self.path),
+            fix: format!(
+                "fallocate --length {} {}",
+                self.bytes,
+                Word(Path::new(&self.path))
+            ),
         });
         let file_system = rustix::fs::fstatfs(&*self.file);
         let in_place = || {
@@ -55,7 +61,7 @@ impl Device {
         (found.is_file() && mode & 0o077 != 0).then(|| {
             (
                 format!("it has mode {mode:04o}"),
-                format!("chmod 600 {}", self.path),
+                format!("chmod 600 {}", Word(Path::new(&self.path))),
             )
         })
     }

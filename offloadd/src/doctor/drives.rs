@@ -3,6 +3,7 @@
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
@@ -18,7 +19,7 @@ pub(super) fn examine(roots: &Roots, paths: &[PathBuf], of_settings: &[PathBuf])
         let (there, metadata) = match nearest(place) {
             Some(found) => found,
             None => {
-                let fix = format!("mkdir -p {}", place.display());
+                let fix = format!("mkdir -p {}", Word(place));
                 findings.push(Finding::problem(
                     what,
                     "does not exist, nor does its directory",
@@ -117,7 +118,7 @@ fn room(there: &Path) -> Finding {
 fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     let what = format!("direct I/O at {}", there.display());
     let uid = rustix::process::geteuid().as_raw();
-    let owned = format!("chown {uid} {}", there.display());
+    let owned = format!("chown {uid} {}", Word(there));
     let other = "use ext4 or XFS on the drive".to_owned();
     if !metadata.is_dir() {
         return match Device::open_readonly(there) {

@@ -3,10 +3,12 @@
 use std::fs::Metadata;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 
 use super::{Driver, LedgerChange, trace};
@@ -143,7 +145,9 @@ impl Driver {
         if found.nlink() == 0 {
             let (pid, descriptor) = (std::process::id(), file.as_raw_fd());
             let (uid, gid) = (found.uid(), found.gid());
-            let path = &self.core.device_states()[device.0 as usize].path;
+            let path = Word(Path::new(
+                &self.core.device_states()[device.0 as usize].path,
+            ));
             return Some(format!(
                 "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=never \
                  /proc/{pid}/fd/{descriptor} NEW; then stop offloadd, mv NEW {path}, chown {uid}:{gid} {path}, chmod 600 {path}, and start \

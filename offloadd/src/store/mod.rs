@@ -61,7 +61,10 @@ pub mod superblock;
 pub mod tile_table;
 pub mod verify;
 
+use std::path::Path;
+
 use offload_api::BLOCK_BYTES;
+use offload_support::paths::Word;
 
 /// [`BLOCK_BYTES`] for offsets.
 pub const BLOCK: u64 = BLOCK_BYTES as u64;
@@ -194,7 +197,8 @@ pub enum StoreError {
     },
     /// A device of no store is listed beside devices of a store.
     #[error(
-        "{path} does not belong to the store of {other_path}: remove it from the list `devices`, and add it to the store with `offloadd device add {path}`"
+        "{path} does not belong to the store of {other_path}: remove it from the list `devices`, and add it to the store with `offloadd device add {}`",
+        Word(Path::new(path))
     )]
     NotAdded {
         /// Path of the device.

@@ -1,8 +1,12 @@
 //! Paths in messages.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+
+use shlex::bytes::Quoter;
 
 /// Mode of a new file in a run directory: it is the owner's alone, whatever the directory's mode and the umask are.
 pub const PRIVATE: u32 = 0o600;
@@ -43,6 +47,23 @@ impl fmt::Display for RelativeTo<'_> {
     }
 }
 
+/// A path as a word of a command in a message, quoted where a shell would take it for something else.
+#[derive(Clone, Copy, Debug)]
+pub struct Word<'a>(pub &'a Path);
+
+impl fmt::Display for Word<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&String::from_utf8_lossy(&quoted(self.0.as_os_str())))
+    }
+}
+
+/// Quotes an argument for a POSIX shell where that is necessary.
+pub fn quoted(arg: &OsStr) -> Vec<u8> {
+    let quoter = Quoter::new().allow_nul(true);
+    let quoted = quoter.quote(arg.as_bytes());
+    quoted.expect("a zero byte is allowed").into_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -58,6 +79,18 @@ mod tests {
                 is_told
             );
             assert_eq!(RelativeTo::after(path, &denied).to_string(), "");
+        }
+    }
+
+    #[test]
+    fn a_path_is_one_word_of_a_command() {
+        for (path, word) in [
+            ("/mnt/nvme0/run-1", "/mnt/nvme0/run-1"),
+            ("my runs/a", "'my runs/a'"),
+            ("it's", "\"it's\""),
+            ("~/a;b", "'~/a;b'"),
+        ] {
+            assert_eq!(Word(Path::new(path)).to_string(), word);
         }
     }
 }

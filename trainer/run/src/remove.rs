@@ -4,6 +4,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use swapper::Daemon;
 
@@ -206,8 +207,8 @@ impl fmt::Display for Removal {
         if let Some(run) = &self.run {
             lines.extend(run.parts.iter().map(ToString::to_string));
             lines.extend(run.parts_elsewhere.iter().map(|dir| {
-                let dir = dir.display();
-                format!("not {dir}, whose state is on another node: `trainer remove {dir}` there deletes it")
+                let (shown, word) = (dir.display(), Word(dir));
+                format!("not {shown}, whose state is on another node: `trainer remove {word}` there deletes it")
             }));
         }
         write!(f, "{}", lines.join("\n"))

@@ -6,6 +6,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::Word;
 use offload_support::units::{ApproxBytes, CountOf};
 use serde::{Serialize, Serializer};
 
@@ -462,9 +463,10 @@ impl fmt::Display for RunsList {
 impl fmt::Display for Preview {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (dir, bytes) = (self.dir.display(), ApproxBytes(self.bytes));
+        let word = Word(&self.dir);
         write!(
             f,
-            "tokens without a run: {dir}, {bytes}\n  the run was never started; `trainer remove {dir}` deletes them"
+            "tokens without a run: {dir}, {bytes}\n  the run was never started; `trainer remove {word}` deletes them"
         )
     }
 }
@@ -472,17 +474,18 @@ impl fmt::Display for Preview {
 impl fmt::Display for Orphan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (file, bytes) = (self.file.display(), ApproxBytes(self.bytes));
+        let word = Word(&self.file);
         match &self.run {
             Some(run) => {
                 let run = run.display();
                 write!(
                     f,
-                    "store without a run: {file}, {bytes}\n  its run was in {run}; if the run was not moved, `trainer remove {file}` deletes the file"
+                    "store without a run: {file}, {bytes}\n  its run was in {run}; if the run was not moved, `trainer remove {word}` deletes the file"
                 )
             }
             None => write!(
                 f,
-                "store without a run: {file}, {bytes}\n  its run is unknown; `trainer remove {file}` deletes the file"
+                "store without a run: {file}, {bytes}\n  its run is unknown; `trainer remove {word}` deletes the file"
             ),
         }
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use offload_support::outln;
+use offload_support::paths::Word;
 use offload_support::units::CountOf;
 use serde_json::Value;
 use training_run::AskTorch;
@@ -157,12 +158,13 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
             out.display()
         );
         outln!(
-            "wrote {}; next: set data.chat_template there, then trainer train {0}",
-            out.display()
+            "wrote {}; next: set data.chat_template there, then trainer train {}",
+            out.display(),
+            Word(out)
         );
         return Ok(());
     }
-    outln!("wrote {}; next: trainer train {0}", out.display());
+    outln!("wrote {}; next: trainer train {}", out.display(), Word(out));
     Ok(())
 }
 

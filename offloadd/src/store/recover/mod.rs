@@ -8,8 +8,10 @@ mod jobs;
 mod unlisted;
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use offload_api::ids::DeviceIndex;
+use offload_support::paths::Word;
 
 use super::catalog::{Catalog, Entry, Phase, forget_catalogs};
 use super::dual_copy::{Consequence, Note, Reader, Repair};
@@ -82,7 +84,8 @@ impl std::fmt::Display for ForeignDevice {
             true => write!(f, "{path} was drained and belongs to no store")?,
             false => write!(
                 f,
-                "{path} does not belong to the store: its addition or removal was interrupted (`offloadd device add {path}` adds it)"
+                "{path} does not belong to the store: its addition or removal was interrupted (`offloadd device add {}` adds it)",
+                Word(Path::new(path))
             )?,
         }
         f.write_str("; remove it from the list `devices`; it is not changed")

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import IO, Any, Mapping, Optional, Sequence
 
@@ -200,7 +201,7 @@ def check_frozen(commits: Commits, run_dir: Path, weights: Optional[Weights]) ->
         if name := ranks.first_bytes(f"compare {unit.name}", differs.encode()).decode():
             raise WeightsDiffer(
                 f"{run_dir} has the frozen parameters of another model ({name} differs), and frozen parameters are written once: name another run_dir, or "
-                f"delete this one: python -m offloadd delete {run_dir}"
+                f"delete this one: python -m offloadd delete {shlex.quote(str(run_dir))}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any, Optional
@@ -124,7 +125,7 @@ def check_is_model(name: str) -> None:
         )
     if (path / _NATIVE).exists():
         raise Error(
-            f"{path} is the run directory of `trainer`, which has tiles and no model: write it with `trainer export {path} --out {path}-model`, and name {path}-model"
+            f"{path} is the run directory of `trainer`, which has tiles and no model: write it with `trainer export {shlex.quote(str(path))} --out {shlex.quote(f'{path}-model')}`, and name {path}-model"
         )
     raise Error(f"{path} is no model: it has no config.json; name a directory that save_pretrained or `trainer export` has written")
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use swapper::SwapperError;
 
@@ -66,7 +67,7 @@ pub enum RunError {
     InPlace(SwapperError),
     #[error(
         "{error}\nAfter the daemon has ended, `offloadd verify --config {}` lists what is damaged. To continue, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run directory and of its store together, or start again with --fresh",
-        config.display()
+        Word(config)
     )]
     DamagedTile {
         error: Box<SwapperError>,

@@ -8,6 +8,8 @@
 
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::Word;
+
 use super::RunError;
 use crate::config::RunSettings;
 use training_state::run::{
@@ -52,18 +54,16 @@ pub(super) fn check(
                 return Ok(());
             }
             let dirs = settings.placement.nvme_paths.iter();
-            let dirs: Vec<String> = dirs
-                .map(|dir| format!("--nvme {}", dir.display()))
-                .collect();
+            let dirs: Vec<String> = dirs.map(|dir| format!("--nvme {}", Word(dir))).collect();
             format!(
                 "set nvme_path back, or move the state with `trainer move {} {}`",
-                run_dir.display(),
+                Word(run_dir),
                 dirs.join(" ")
             )
         }
         (true, false) if store == STORE_IN_DIR => format!(
             "set the devices back, or put the state into a checkpoint with `trainer move {} --to-checkpoint`",
-            run_dir.display()
+            Word(run_dir)
         ),
         _ => "set zero_optimization and offload back".to_owned(),
     };

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
@@ -233,7 +234,7 @@ fn store_room(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let renewal = match plan.nodes() {
         1 => format!(
             "or move the state out of the store with `trainer move {} --to-checkpoint` and start again, which makes a larger one",
-            resolved(&settings.train.run_dir).display()
+            Word(&resolved(&settings.train.run_dir))
         ),
         _ => "or resume from a checkpoint with --resume-from STEP, for which each node makes a larger store".to_owned(),
     };

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use offload_support::paths::Word;
+
 /// Number of nodes while they take their state from a checkpoint, and in a copy on another node: no node's part can be resumed.
 pub const INCOMPLETE: u32 = 0;
 
@@ -22,7 +24,7 @@ pub enum DirError {
     Busy { path: PathBuf },
     #[error(
         "node {node}: {} holds {found}, and this run is {expected}: number the nodes as at the run's first start, set another train.run_dir, or delete what is there with `trainer remove {}`",
-        path.display(), path.display()
+        path.display(), Word(path)
     )]
     OtherRun {
         node: u32,

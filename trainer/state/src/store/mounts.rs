@@ -15,6 +15,8 @@ use std::io::Write;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::Word;
+
 /// Most mount points that are remembered; the oldest are forgotten.
 const REMEMBERED_MAX: usize = 256;
 
@@ -43,8 +45,8 @@ pub fn check_mounted(path: &Path) -> Result<(), NotMounted> {
     let fstab = fs::read("/etc/fstab").unwrap_or_default();
     let remembered = remembered_file().map(|file| (fs::read(&file).unwrap_or_default(), file));
     let why = missing(path, &mounted, &of_fstab(&fstab)).map(|point| {
-        let point = point.display();
-        format!("/etc/fstab has the mount point {point}: mount it (`mount {point}`)")
+        let (shown, word) = (point.display(), Word(&point));
+        format!("/etc/fstab has the mount point {shown}: mount it (`mount {word}`)")
     });
     let why = why.or_else(|| {
         let (text, file) = remembered.as_ref()?;
@@ -61,11 +63,10 @@ pub fn check_mounted(path: &Path) -> Result<(), NotMounted> {
         Some(format!(
             "{} is empty, and drives are mounted there. Mount it, or make the directory yourself (`mkdir -p {}`) if it shall be on this disk",
             empty.display(),
-            match empty == *path {
+            Word(&match empty == *path {
                 true => path.join("offload"),
                 false => path.to_owned(),
-            }
-            .display()
+            })
         ))
     });
     match why {

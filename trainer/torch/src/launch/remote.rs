@@ -16,6 +16,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use offload_support::paths::quoted;
 use offload_support::{errln, outln};
 use training_ranks::JobToken;
 
@@ -128,23 +129,6 @@ fn command_line(
         line.extend(quoted(arg));
     }
     OsString::from_vec(line)
-}
-
-/// Quotes an argument for a POSIX shell.
-fn quoted(arg: &OsStr) -> Vec<u8> {
-    let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_./=:,+@%".contains(byte);
-    if !arg.is_empty() && arg.as_bytes().iter().all(plain) {
-        return arg.as_bytes().to_vec();
-    }
-    let mut text = vec![b'\''];
-    for &byte in arg.as_bytes() {
-        match byte {
-            b'\'' => text.extend(b"'\\''"),
-            byte => text.push(byte),
-        }
-    }
-    text.push(b'\'');
-    text
 }
 
 /// Copies lines of `from`, each with the host's name before it.

@@ -33,6 +33,7 @@ use crate::torch_support::torch_support;
 use inputs::InputPlace;
 use mover::{Memory, Muon, NodeRanks, Shards, TilesIn};
 use offload_support::outln;
+use offload_support::paths::Word;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
 use stop::Stop;
@@ -359,7 +360,7 @@ fn export_result(
         };
         outln!(
             "next      trainer export {}{checkpoint} --out DIR     writes a directory that Hugging Face's libraries load",
-            run_dir.display()
+            Word(run_dir)
         );
         return Ok(());
     };
