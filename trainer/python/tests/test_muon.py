@@ -20,6 +20,7 @@ import offloadd
 from offloadd import _param_units
 from offloadd._config import settings_of
 from offloadd._directions import give_directions
+from offloadd._interrupts import Interrupts
 from offloadd._plan import Plan
 from offloadd.optim import clip_grad_norm_
 from ranks import Ended, on_ranks
@@ -277,6 +278,27 @@ def test_an_interrupt_waits_for_the_end_of_a_step(monkeypatch):
         found.append(values(model))
         assert same(found[0], found[-1]) and len(calls) > 9
         optimizer.close()
+
+
+def test_handlers_are_put_back_where_that_of_ctrl_c_raises_as_soon_as_it_is(monkeypatch):
+    came, put = [], signal.signal
+    before = [put(signal.SIGUSR1, lambda *_: came.append(1)), put(signal.SIGINT, signal.default_int_handler)]
+    own = signal.getsignal(signal.SIGUSR1)
+
+    def raising(number, handler):
+        put(number, handler)
+        if handler is signal.default_int_handler:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(signal, "signal", raising)
+            with Interrupts().later():
+                signal.raise_signal(signal.SIGUSR1)
+                assert not came
+        assert signal.getsignal(signal.SIGUSR1) is own and came
+    finally:
+        put(signal.SIGUSR1, before[0]), put(signal.SIGINT, before[1])
 
 
 def test_a_direction_is_made_where_the_buffer_is():
