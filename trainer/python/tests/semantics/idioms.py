@@ -626,6 +626,7 @@ held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m
 held.refused("a view of an array of numpy, in a list", DROP, lambda s: _begin_with(s, lambda m: [_up(m).detach().numpy()[1:, ::-1]]))
 held.refused("arrays of numpy in a dict", DROP, lambda s: _begin_with(s, lambda m: {"up": _up(m).detach().numpy()}))
 held.refused("arrays of numpy in a tuple, after `gc.freeze()`", DROP, lambda s: _begin_frozen(s, lambda m: (_up(m).detach().numpy(),)))
+held.refused("an array of numpy in an array of objects", DROP, lambda s: _begin_with(s, lambda m: numpy.array([_up(m).detach().numpy(), None], dtype=object)))
 held.refused("an array of numpy of which a parameter was made", DROP, lambda s: _begin_with(s, lambda m: _of_array(m)))
 held.equal("an array of numpy of which a parameter was made, dropped", lambda s: [_begin_with(s, lambda m: _of_array(m).shape), s.step(0)][1])
 held.refused("a tensor of another class", DROP, lambda s: _begin_with(s, lambda m: _up(m).data.as_subclass(_Marked)))
