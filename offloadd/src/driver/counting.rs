@@ -145,9 +145,8 @@ impl Driver {
         if found.nlink() == 0 {
             let (pid, descriptor) = (std::process::id(), file.as_raw_fd());
             let (uid, gid) = (found.uid(), found.gid());
-            let path = Word(Path::new(
-                &self.core.device_states()[device.0 as usize].path,
-            ));
+            let devices = self.core.device_states();
+            let path = Word(Path::new(&devices[device.0 as usize].path));
             return Some(format!(
                 "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=never \
                  /proc/{pid}/fd/{descriptor} NEW; then stop offloadd, mv NEW {path}, chown {uid}:{gid} {path}, chmod 600 {path}, and start \

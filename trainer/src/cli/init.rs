@@ -160,11 +160,15 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
         outln!(
             "wrote {}; next: set data.chat_template there, then trainer train {}",
             out.display(),
-            Word(out)
+            Word(&out)
         );
         return Ok(());
     }
-    outln!("wrote {}; next: trainer train {}", out.display(), Word(out));
+    outln!(
+        "wrote {}; next: trainer train {}",
+        out.display(),
+        Word(&out)
+    );
     Ok(())
 }
 

@@ -10,7 +10,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
@@ -161,6 +161,8 @@ fn pass_on(
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
     use trainer::launch::hostfile::Host;
 
@@ -232,8 +234,8 @@ mod tests {
         let line = line.to_str().unwrap();
         assert_eq!(
             line,
-            "cd '/my data' && exec /opt/trainer launch --nproc=4 --nnodes=1:2 --node-rank=1 --rendezvous=a:29400 \
-             --rendezvous-timeout=300 --max-restarts=3 --controlled 'my run.toml' --fresh"
+            "cd '/my data' && exec /opt/trainer launch '--nproc=4' '--nnodes=1:2' '--node-rank=1' '--rendezvous=a:29400' \
+             '--rendezvous-timeout=300' '--max-restarts=3' --controlled 'my run.toml' --fresh"
         );
         assert!(!line.contains(token.secret()));
     }
