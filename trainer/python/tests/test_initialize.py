@@ -137,7 +137,7 @@ def test_bf16_skips_a_step_that_is_not_finite_if_the_configuration_says_so(tmp_p
     before = weights(engine)
     engine.backward(engine(x).square() * float("inf"))
     engine.step()
-    assert same(before, weights(engine)) and not engine.was_step_applied() and (engine.skipped_steps, engine.loss_scale) == (1, 1.0)
+    assert same(before, weights(engine)) and not engine.was_step_applied() and (engine.skipped_steps, engine.cur_scale) == (1, 1.0)
     train(engine, [x])
     assert not same(before, weights(engine)) and engine.run.steps_done == 2
     engine.destroy()
@@ -149,11 +149,11 @@ def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(tmp_path):
     x = batches(1)[0].half()
     train(engine, [x])
     before = weights(engine)
-    assert (engine.loss_scale, engine.global_steps, engine.run.steps_done) == (256.0, 1, 1)
+    assert (engine.cur_scale, engine.global_steps, engine.run.steps_done) == (256.0, 1, 1)
     engine.backward(engine(x).square() * 1e5)
     engine.step()
     assert same(before, weights(engine)) and not engine.was_step_applied()
-    assert (engine.loss_scale, engine.global_steps, engine.skipped_steps, engine.run.steps_done) == (128.0, 2, 1, 1)
+    assert (engine.cur_scale, engine.global_steps, engine.skipped_steps, engine.run.steps_done) == (128.0, 2, 1, 1)
     train(engine, [x])
     assert not same(before, weights(engine)) and engine.run.steps_done == 2
     engine.destroy()

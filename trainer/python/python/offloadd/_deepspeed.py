@@ -166,11 +166,14 @@ def _adam(name: str, refused: Mapping[str, bool], decoupled: bool, params: Itera
 # Others
 
 
-def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: list) -> list[torch.nn.Module]:
+def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: list, raise_if_not_found: bool = True) -> list[torch.nn.Module]:
     """The modules of these classes. Each block's parameters come together here anyway."""
     classes = tuple(one for one in leaf_module_classes if isinstance(one, type))
     names = {one for one in leaf_module_classes if isinstance(one, str)}
-    return [module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names]
+    found = [module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names]
+    if raise_if_not_found and not found:
+        raise ValueError(f"no modules of type {leaf_module_classes} in {type(model).__name__}")
+    return found
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:

@@ -72,6 +72,22 @@ def refusal(name: str) -> str:
     return f"{name} is not supported by offloadd, which answers to `import deepspeed` here: {what}; {_DOC}"
 
 
+_ENGINES_INSTEAD = {
+    **dict.fromkeys(
+        ("set_train_batch_size", "set_train_micro_batch_size"), "set train_micro_batch_size_per_gpu and gradient_accumulation_steps in the configuration"
+    ),
+    "train_batch": _PIPELINE,
+    "eval_batch": _PIPELINE,
+    "monitor": _INSTEAD["monitor"],
+}
+
+
+def missing_of_engine(name: str, model: str) -> AttributeError:
+    """The error for an attribute that neither an engine nor its model has."""
+    what = _ENGINES_INSTEAD.get(name, "leave it out, or use DeepSpeed")
+    return NoAttribute(f"the engine has no {name!r} here, and its model, {model}, neither: {what}; {_DOC}")
+
+
 def refused_attribute(name: str) -> AttributeError:
     """The error for an object's attribute that is not answered."""
     return NoAttribute(refusal(name))

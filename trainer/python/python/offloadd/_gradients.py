@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Mapping, Optional
+from typing import Any, Callable, Mapping, Optional
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ class Gradients:
         self._gathering, self._core, self._ranks = gathering, core, gathering.ranks
         # The kind of pass that is under way.
         self.kind: Any = None
+        # What becomes of each gradient before it is added to those of the step, where somebody scales them.
+        self.scaled: Optional[Callable[[torch.Tensor], torch.Tensor]] = None
         # Of several ranks: times a unit's part of this backward was over, the gradients it had then, and whether it has all of them,
         # by the kind of pass, the unit and that time.
         self._times: dict[Unit, int] = {}
@@ -181,6 +183,7 @@ class Gradients:
                 f"{self._gathering.name(param)} has a hook that runs after gradients were accumulated, and this is not the first pass of the step: it would "
                 "see the sum in plain PyTorch, and sees the last part here. Use param.register_hook, or one pass a step"
             )
+        grad = grad if self.scaled is None else self.scaled(grad)
         before = unit.gradients.get(id(param))
         if before is not None and id(param) in self._summed and self._ranks.count == 1:
             # In the order autograd accumulates: each is added to the sum of the step.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
 
-from . import _offloadd
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import Config, Settings, processes, settings_of
 from ._console import say
+from ._deepspeed_refused import missing_of_engine
 from ._deepspeed_utils import optimizer_name
 from ._errors import Error, NotSupported
+from ._loss_scaling import LossScaling
 from ._packed import cast
 from ._run import Run, prepare
 from ._sequence_attention import attach
@@ -112,10 +112,11 @@ def _sequence_ranks(mpu: Any) -> Optional[int]:
     return size
 
 
-class TrainingEngine:
+class TrainingEngine(nn.Module):
     """The result of `initialize`: call it like the model, then `backward`, then `step`.
 
-    Attributes that it has not are the model's.
+    As DeepSpeed's engine it is a module around the model: names of its parameters and of its state begin with `module.`. Attributes that
+    it has not are the model's.
     """
 
     def __init__(
@@ -128,13 +129,12 @@ class TrainingEngine:
         resume: bool,
         tracked: Sequence[Any],
     ) -> None:
+        super().__init__()
         # The configuration as DeepSpeed's engine shows it.
         self.config = settings.json
         self._settings = settings
         self._micro_batch, self._accumulated = settings.micro_batch or 1, settings.micro_batches or 1
-        # A step whose gradients are not finite is skipped in fp16, and in bf16 where the configuration says so.
-        self._loss_scale = _offloadd.LossScale(json.dumps(settings.overflow)) if settings.overflow != "stops" else None
-        self._scales = settings.precision == "float16"
+        self._scaling = LossScaling(self._accumulated, settings.overflow, scales=settings.precision == "float16")
         self._at_boundary: Optional[bool] = None
         self.tput_timer = _Timer()
         self._losses: list[torch.Tensor] = []
@@ -142,19 +142,30 @@ class TrainingEngine:
         self._applied = False
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
         self.training_dataloader: Any = None
-        track = [self, *tracked] if lr_scheduler is None else [self, lr_scheduler, *tracked]
+        self._stepping = False
+        counters = _Counters(self)
+        track = [counters, *tracked] if lr_scheduler is None else [counters, lr_scheduler, *tracked]
         self.run: Run = prepare(model, optimizer, settings, run_dir=run_dir, track=track, resume=resume)
+        if self._scaling.needed:
+            self.run.engine.gradients.scaled = self._scaling.of_gradient
+        if self._scaling.skips:
+            self._refuses_steps = optimizer.register_step_pre_hook(self._refuse_step)
         # DeepSpeed's optimizers say whether they skipped the last step, and have the object that holds the hooks.
         optimizer.overflow, optimizer.parameter_offload = False, _ParameterOffload()
         remember(self.run)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", ()):
+                raise
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            raise missing_of_engine(name, type(self.module).__name__) from None
 
     def renew_schedule(self, lr_scheduler: Any) -> Any:
         """Puts a schedule, its maker, or the configured one for None, in place of the last, whose training has ended."""
@@ -176,8 +187,12 @@ class TrainingEngine:
         if scale_wrt_gas and self._accumulated > 1:
             loss = loss / self._accumulated
         self._losses.append(loss.detach())
-        (loss * self.loss_scale if self._scales else loss).backward(retain_graph=retain_graph)
+        self._scaling.backward(loss, retain_graph)
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale of fp16, for a script that calls `backward` of it. Its gradients are divided by gradient_accumulation_steps."""
+        return self._scaling.scale_of_script(loss)
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Updates the weights at the end of an accumulation, and advances the scheduler; otherwise counts a micro-batch."""
@@ -187,25 +202,35 @@ class TrainingEngine:
         if not boundary:
             return
         self.global_steps += 1
-        finite = self.run.engine.gradients.are_finite()
-        if self._loss_scale is not None:
-            scale = self.loss_scale
-            self._loss_scale.step(finite)
+        finite, scale = self.run.engine.gradients.are_finite(), self.cur_scale
+        self._scaling.step(finite)
+        if self._scaling.skips:
             self.optimizer.overflow = not finite
             if not finite:
-                why = f"gradients overflow at a loss scale of {scale:g}" if self._scales else "gradients are not finite"
+                why = f"gradients overflow at a loss scale of {scale:g}" if self._scaling.scales else "gradients are not finite"
                 say(f"step {self.global_steps}: {why}: the step is skipped")
                 self._losses.clear()
                 self.optimizer.zero_grad()
                 return
-            self.run.commits.reports.loss_scale = scale if self._scales else None
-        self.run.commits.reports.loss = math.fsum(map(float, self._losses))
+            self.run.commits.reports.loss_scale = scale if self._scaling.scales else None
+        # Of a script's own backwards nobody knows the loss.
+        self.run.commits.reports.loss = math.fsum(map(float, self._losses)) if self._losses else math.nan
         self._losses.clear()
-        self.optimizer.step()
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         self._applied = True
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.optimizer.zero_grad()
+
+    def _refuse_step(self, *_: Any) -> None:
+        if not self._stepping:
+            raise NotSupported(
+                "optimizer.step() of an engine that skips steps whose gradients are not finite: call engine.step(), which also divides them by the loss scale"
+            )
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates the weights."""
@@ -222,6 +247,9 @@ class TrainingEngine:
         """Micro-batches within are accumulated; one process has nothing to synchronize."""
         yield
 
+    def allreduce_gradients(self, bucket_size: Optional[int] = None) -> None:
+        """Does nothing: ranks add gradients up as they come."""
+
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the weights."""
         return self._applied
@@ -232,12 +260,14 @@ class TrainingEngine:
 
     # The model
 
-    def train(self, mode: bool = True) -> "TrainingEngine":
-        self.module.train(mode)
-        return self
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state in memory, or what is trained of it."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    def eval(self) -> "TrainingEngine":
-        return self.train(False)
+    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **how: Any) -> None:
+        if how:
+            raise NotSupported(f"load_module_state_dict: {', '.join(how)}: leave it out")
+        self.module.load_state_dict(state_dict, strict=strict)
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Optional[dict[str, Any]] = None, **others: Any) -> None:
         """Compiles the model in place, as `torch.compile` does."""
@@ -253,6 +283,14 @@ class TrainingEngine:
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """The betas of each group."""
+        return [group["betas"] for group in self.optimizer.param_groups]
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        return self.train_batch_size(), self._micro_batch, self._accumulated
 
     def train_batch_size(self) -> int:
         return self._micro_batch * self._accumulated * self.dp_world_size
@@ -282,6 +320,20 @@ class TrainingEngine:
         """DeepSpeed's name of the optimizer in the configuration; None where the script made it."""
         return optimizer_name(self._settings)
 
+    def optimizer_params(self) -> Optional[dict[str, Any]]:
+        """What the configuration says of the optimizer; None where the script made it."""
+        return (self.config.get("optimizer") or {}).get("params")
+
+    def scheduler_params(self) -> Optional[dict[str, Any]]:
+        return (self.config.get("scheduler") or {}).get("params")
+
+    def loss_scale(self) -> float:
+        """The configured loss scale of fp16, 0 for one that adapts; `cur_scale` is that of the next loss."""
+        return (self.config.get("fp16") or {}).get("loss_scale", 0)
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scale() == 0
+
     def scheduler_name(self) -> Optional[str]:
         """The name of the schedule in the configuration; None where there is none."""
         return self._settings.scheduler and self._settings.scheduler["type"]
@@ -293,14 +345,13 @@ class TrainingEngine:
         return self._settings.wall_clock_breakdown
 
     @property
-    def loss_scale(self) -> float:
-        return 1.0 if self._loss_scale is None else self._loss_scale.scale
-
-    cur_scale = loss_scale
+    def cur_scale(self) -> float:
+        """What the next loss is multiplied with."""
+        return self._scaling.scale
 
     @property
     def skipped_steps(self) -> int:
-        return 0 if self._loss_scale is None else self._loss_scale.skipped
+        return self._scaling.skipped
 
     @property
     def global_samples(self) -> int:
@@ -351,27 +402,41 @@ class TrainingEngine:
 
     # Data
 
-    def deepspeed_io(self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None) -> "Batches":
-        """A loader of micro-batches in random order, of each rank's part of the data; a resumed run continues in it."""
-        iterable, sampler = isinstance(dataset, torch.utils.data.IterableDataset), None
-        if self.world_size > 1 and not iterable:
-            sampler = torch.utils.data.DistributedSampler(dataset)
+    def deepspeed_io(
+        self,
+        dataset: torch.utils.data.Dataset,
+        batch_size: Optional[int] = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Optional[torch.utils.data.Sampler] = None,
+        collate_fn: Optional[Callable] = None,
+        num_local_io_workers: Optional[int] = None,
+    ) -> Union["Batches", torch.utils.data.DataLoader]:
+        """A loader of micro-batches of each rank's part of the data. For training they are in random order, the same as DeepSpeed's, and a resumed run
+        continues in it; for another `route` they are in the order of the data."""
+        trains = route == "train"
+        if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
+            data_sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=trains)
         loader = torch.utils.data.DataLoader(
-            dataset, batch_size=batch_size or self._micro_batch, shuffle=not iterable and sampler is None, sampler=sampler, collate_fn=collate_fn
+            dataset,
+            batch_size=batch_size or self._micro_batch,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and torch.cuda.is_available(),
         )
-        return Batches(self.run, loader)
+        return Batches(self.run, loader) if trains else loader
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:
-        """Counters and loss scale, as what is committed with each step; the model's state is `engine.module.state_dict()`."""
-        scale = None if self._loss_scale is None else self._loss_scale.state_dict()
-        return {"global_steps": self.global_steps, "micro_steps": self.micro_steps, "loss_scale": scale}
+    def state_dict(self, *, prefix: str = "", **how: Any) -> dict[str, Any]:
+        """The model's state in memory."""
+        return self.module.state_dict(prefix=f"{prefix}module.", **how)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.global_steps, self.micro_steps = state["global_steps"], state["micro_steps"]
-        if self._loss_scale is not None and state["loss_scale"] is not None:
-            self._loss_scale.load_state_dict(state["loss_scale"])
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the model's weights."""
+        names = {name: name[len("module.") :] if name.startswith("module.") else name for name in state_dict}
+        return self.module.load_state_dict({names[name]: value for name, value in state_dict.items()}, strict=strict, assign=assign)
 
     def save_checkpoint(
         self,
@@ -458,6 +523,7 @@ class ReadingEngine(TrainingEngine):
     """The result where no optimizer is passed, as for the reference model of a preference loss: the model, in tiles or in memory."""
 
     def __init__(self, model: nn.Module, settings: Settings, run_dir: Optional[Union[str, os.PathLike]], resume: bool) -> None:
+        nn.Module.__init__(self)
         self.config, self.module, self._settings = settings.json, model, settings
         # One that is trained, or read already, stays as it is.
         self._owns, self._sequences = False, None
@@ -500,6 +566,22 @@ class ReadingEngine(TrainingEngine):
             self._sequences.detach()
         if self._owns and self.run is not None and not self.run.trains:
             self.run.close()
+
+
+class _Counters:
+    """What of an engine is committed with each step."""
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        engine = self._engine
+        return {"global_steps": engine.global_steps, "micro_steps": engine.micro_steps, "loss_scale": engine._scaling.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        engine = self._engine
+        engine.global_steps, engine.micro_steps = state["global_steps"], state["micro_steps"]
+        engine._scaling.load_state_dict(state["loss_scale"])
 
 
 class _WithoutParameters(nn.Module):

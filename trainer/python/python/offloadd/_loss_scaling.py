@@ -1,0 +1,82 @@
+"""The scale of an engine's losses: gradient_accumulation_steps, and the loss scale of fp16.
+
+`engine.backward(loss)` scales the loss. A script may also call `loss.backward()`: its gradients are then divided by
+gradient_accumulation_steps as they come, and fp16 needs `engine.scale(loss)` before.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Mapping, Optional
+
+import torch
+
+from . import _offloadd
+from ._errors import NotSupported
+
+
+class LossScaling:
+    """That of one engine."""
+
+    # Calls of `backward` under way, of any engine: the loss of a generator passes through the model of its critic, which has another one.
+    _in_backward: ClassVar[int] = 0
+
+    def __init__(self, accumulated: int, overflow: Any, scales: bool) -> None:
+        self.accumulated, self.scales = accumulated, scales
+        # A step whose gradients are not finite is skipped in fp16, and in bf16 where the configuration says so.
+        self._adapted = _offloadd.LossScale(json.dumps(overflow)) if overflow != "stops" else None
+        self._by_script = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether a gradient may have to be changed, or refused."""
+        return self.accumulated > 1 or self.scales
+
+    @property
+    def skips(self) -> bool:
+        """Whether steps whose gradients are not finite are skipped."""
+        return self._adapted is not None
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self._adapted is None else self._adapted.scale
+
+    @property
+    def skipped(self) -> int:
+        return 0 if self._adapted is None else self._adapted.skipped
+
+    def step(self, finite: bool) -> None:
+        """Adapts the scale after the gradients of a step."""
+        if self._adapted is not None:
+            self._adapted.step(finite)
+        self._by_script = False
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """Runs the backward of a loss that is divided already."""
+        LossScaling._in_backward += 1
+        try:
+            (loss * self.scale if self.scales else loss).backward(retain_graph=retain_graph)
+        finally:
+            LossScaling._in_backward -= 1
+
+    def scale_of_script(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, whose `backward` the script calls."""
+        self._by_script = True
+        return loss * self.scale if self.scales else loss
+
+    def of_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """What is added to the step's gradients of one that comes."""
+        if LossScaling._in_backward:
+            return grad
+        if self.scales and not self._by_script:
+            raise NotSupported(
+                "loss.backward() with fp16: the loss must be multiplied with the loss scale: call engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        return grad / self.accumulated if self.accumulated > 1 else grad
+
+    def state_dict(self) -> Optional[dict[str, Any]]:
+        return None if self._adapted is None else self._adapted.state_dict()
+
+    def load_state_dict(self, state: Optional[Mapping[str, Any]]) -> None:
+        if self._adapted is not None and state is not None:
+            self._adapted.load_state_dict(state)
