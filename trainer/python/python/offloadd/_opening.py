@@ -40,9 +40,14 @@ def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: S
     check_optimizer(optimizer)
     check_track(track)
     managed = {id(param) for unit in units for param in unit.params}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if param.requires_grad and id(param) not in managed:
-            raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
+    others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
+    if others:
+        shapes = ", ".join(str(tuple(param.shape)) for param in others[:4]) + ", ..." * (len(others) > 4)
+        raise NotSupported(
+            f"the optimizer has a parameter that is not the model's ({len(others)} of them, with shapes {shapes}), such as those of a loss or of another "
+            "model: pass a module that holds all of them, as nn.ModuleList([model, loss]) does; or update them with an optimizer of their own. With a Trainer, "
+            "which has one optimizer, take a loss without parameters"
+        )
 
 
 def trim_heap() -> None:

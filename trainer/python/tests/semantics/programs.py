@@ -256,6 +256,23 @@ def _(s):
     s.begin(one, adamw([*one.parameters(), *other.parameters()]))
 
 
+@several.refused("a loss with parameters of its own, in the model's optimizer", "nn.ModuleList([model, loss])")
+def _(s):
+    model, loss = net(), nn.Linear(CLASSES, 3)
+    s.continues = False
+    s.begin(model, adamw([*model.parameters(), *loss.parameters()]))
+
+
+@several.equal("a loss with parameters of its own, in a ModuleList with the model")
+def _(s):
+    model = net()
+    torch.manual_seed(8)
+    loss = nn.Linear(CLASSES, 3)
+    s.begin(nn.ModuleList([model, loss]))
+    s.loss_of = lambda both, x, y: F.cross_entropy(both[1](both[0](x)), y % 3)
+    s.step(0, 1)
+
+
 @several.refused("a part of a prepared model is prepared", "prepared already")
 def _(s):
     s.begin()
