@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 mod keys;
 mod page_address;
-pub mod quota;
+mod quota;
 
 use offload_api::{
     DEVICES_MAX, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN, SOCKET_PATH_BYTES_MAX,
 };
-use offload_support::units::{UnitError, parse_bytes, parse_rate};
+use offload_support::units::{ApproxBytes, UnitError, parse_bytes, parse_rate};
 use serde::Deserialize;
 
 use self::keys::unknown_key;
@@ -230,6 +230,34 @@ impl Config {
         }
         let toml: ConfigToml = toml::from_str(text).map_err(form)?;
         toml.check(path)
+    }
+
+    /// Formats all settings, with defaults filled in, as TOML that parses to the same settings.
+    pub fn to_toml(&self) -> String {
+        let mut text = format!(
+            "socket = {:?}\ndevices = {:?}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
+             iodepth_max = {}\nscrub_bytes_per_s_max = {} # {}\n",
+            self.socket,
+            self.devices,
+            self.arena_bytes_max,
+            ApproxBytes(self.arena_bytes_max),
+            self.engine.name(),
+            self.require_locked,
+            self.sessions_max,
+            self.iodepth_max,
+            self.scrub_bytes_per_s_max,
+            ApproxBytes(self.scrub_bytes_per_s_max),
+        );
+        if let Some(bytes) = self.rebalance_bytes_per_s_max {
+            text += &format!(
+                "rebalance_bytes_per_s_max = {bytes} # {}\n",
+                ApproxBytes(bytes)
+            );
+        }
+        if let Some(listen) = &self.metrics_listen {
+            text += &format!("[metrics]\nlisten = {:?}\n", listen.to_toml());
+        }
+        text + &quota::to_toml(&self.quotas)
     }
 
     /// Socket over which file descriptors are passed: `<socket>.fds`.

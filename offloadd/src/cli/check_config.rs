@@ -8,7 +8,6 @@ use offloadd::config::Config;
 use offloadd::findings::{Severity, worst};
 
 use super::findings::text;
-use offload_support::units::ApproxBytes;
 
 /// Exit status for a configuration error, from `sysexits.h`.
 const EX_CONFIG: u8 = 78;
@@ -32,34 +31,6 @@ pub(crate) fn run(path: &Path) -> ExitCode {
         );
         return ExitCode::from(EX_CONFIG);
     }
-    print!("{}", resolved(&config));
+    print!("{}", config.to_toml());
     ExitCode::SUCCESS
-}
-
-/// Formats all settings, with defaults filled in.
-fn resolved(config: &Config) -> String {
-    let mut text = format!(
-        "socket = {:?}\ndevices = {:?}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
-         iodepth_max = {}\nscrub_bytes_per_s_max = {} # {}\n",
-        config.socket,
-        config.devices,
-        config.arena_bytes_max,
-        ApproxBytes(config.arena_bytes_max),
-        config.engine.name(),
-        config.require_locked,
-        config.sessions_max,
-        config.iodepth_max,
-        config.scrub_bytes_per_s_max,
-        ApproxBytes(config.scrub_bytes_per_s_max),
-    );
-    if let Some(bytes) = config.rebalance_bytes_per_s_max {
-        text += &format!(
-            "rebalance_bytes_per_s_max = {bytes} # {}\n",
-            ApproxBytes(bytes)
-        );
-    }
-    if let Some(listen) = &config.metrics_listen {
-        text += &format!("[metrics]\nlisten = {:?}\n", listen.to_toml());
-    }
-    text + &offloadd::config::quota::to_toml(&config.quotas)
 }

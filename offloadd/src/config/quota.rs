@@ -147,7 +147,7 @@ impl QuotaToml {
 }
 
 /// Formats quotas as TOML that parses to the same quotas; empty if there are none.
-pub fn to_toml(quotas: &Quotas) -> String {
+pub(super) fn to_toml(quotas: &Quotas) -> String {
     let table = |name: &str, quota: &Quota| {
         let Quota {
             host_bytes_max,

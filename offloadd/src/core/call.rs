@@ -68,7 +68,8 @@ pub enum Call {
     ListJobs,
     /// Deletes a job and frees its space.
     DropJob {
-        /// Name among the caller's jobs.
+        /// Owner of the job; the server has checked that the caller may do this.
+        uid: u32,
         job: JobName,
     },
     /// Discards records of a job that could not be read at the start. One of them may be its newest generation.

@@ -270,7 +270,7 @@ impl Core {
                 Ok(None)
             }
             Call::ListJobs => Ok(Some(Reply::ListJobs(data.jobs.summaries(peer)))),
-            Call::DropJob { job } => admin.drop_job(call, JobKey::new(peer.uid, job), data, ops),
+            Call::DropJob { uid, job } => admin.drop_job(call, JobKey::new(uid, job), data, ops),
             Call::DiscardUnreadable { uid, job } => {
                 data.discard_unreadable(call, &JobKey::new(uid, job), ops)
             }

@@ -116,6 +116,7 @@ pub fn run(
             None => format!("serving at {}", config.socket.display()),
             Some(why) => format!("serving read-only at {}: {why}", config.socket.display()),
         },
+        served: config.clone(),
         config,
     };
     let serving = serve(sockets, running, about, parent, started, signals, &ready);

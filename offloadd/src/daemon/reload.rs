@@ -1,5 +1,6 @@
 //! SIGHUP: which changed settings a running daemon applies, and which need a restart.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use crate::check::check;
@@ -8,11 +9,50 @@ use crate::driver::SettingsChange;
 use crate::findings::Severity;
 use anyhow::{Result, bail};
 
-/// Settings to apply, and messages about changed settings that need a restart.
+/// Settings as they are served from now on, and messages about changed settings that need a restart.
 #[derive(Debug)]
 pub(super) struct Reload {
-    pub(super) change: SettingsChange,
+    pub(super) settings: Config,
     pub(super) refused: Vec<String>,
+}
+
+impl Reload {
+    /// What the daemon applies.
+    pub(super) fn change(&self) -> SettingsChange {
+        SettingsChange {
+            limits: self.settings.limits(),
+            quotas: self.settings.quotas.clone(),
+        }
+    }
+}
+
+/// Returns each setting that differs, with its new and its old value.
+pub(super) fn changes(before: &Config, now: &Config) -> Vec<String> {
+    let [before, now] = [before, now].map(|config| {
+        let table = toml::from_str(&config.to_toml()).expect("settings are printed as TOML");
+        let mut values = BTreeMap::new();
+        flatten("", &table, &mut values);
+        values
+    });
+    let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let value = |of: Option<&String>| of.cloned().unwrap_or_else(|| "unset".into());
+    let changes = keys.into_iter().filter_map(|key| {
+        let (before, now) = (before.get(key), now.get(key));
+        let is_changed = before != now;
+        is_changed.then(|| format!("{key} = {} (was {})", value(now), value(before)))
+    });
+    changes.collect()
+}
+
+/// Collects the values of a table by their keys, as `quota.uid.1000.weight`.
+fn flatten(of: &str, table: &toml::Table, values: &mut BTreeMap<String, String>) {
+    for (key, value) in table {
+        let key = format!("{of}{key}");
+        match value {
+            toml::Value::Table(table) => flatten(&format!("{key}."), table, values),
+            value => drop(values.insert(key, value.to_string())),
+        }
+    }
 }
 
 /// A device of the store.
@@ -73,15 +113,26 @@ fn compare(started: &Config, served: &[ListedDevice], new: &Config) -> Reload {
             .filter(|(_, changed)| *changed)
             .map(|(key, _)| restart(key)),
     );
-    let mut limits = new.limits();
+    let mut settings = Config {
+        arena_bytes_max: new.arena_bytes_max,
+        sessions_max: new.sessions_max,
+        iodepth_max: new.iodepth_max,
+        rebalance_bytes_per_s_max: new.rebalance_bytes_per_s_max,
+        quotas: new.quotas.clone(),
+        ..started.clone()
+    };
     // Tables were allocated for these limits at the start.
     for (key, limit, started) in [
         (
             "sessions_max",
-            &mut limits.sessions_max,
+            &mut settings.sessions_max,
             started.sessions_max,
         ),
-        ("iodepth_max", &mut limits.iodepth_max, started.iodepth_max),
+        (
+            "iodepth_max",
+            &mut settings.iodepth_max,
+            started.iodepth_max,
+        ),
     ] {
         if *limit > started {
             refused.push(format!(
@@ -90,11 +141,7 @@ fn compare(started: &Config, served: &[ListedDevice], new: &Config) -> Reload {
             *limit = started;
         }
     }
-    let change = SettingsChange {
-        limits,
-        quotas: new.quotas.clone(),
-    };
-    Reload { change, refused }
+    Reload { settings, refused }
 }
 
 #[cfg(test)]
@@ -127,17 +174,39 @@ mod tests {
     #[test]
     fn settings_that_can_change_are_applied() {
         let reload = compared("1GiB", "2GiB");
-        assert_eq!(reload.change.limits.arena_bytes_max, 2 << 30);
+        assert_eq!(reload.settings.arena_bytes_max, 2 << 30);
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
         let slower = "rebalance_bytes_per_s_max = \"1MiB\"\n        sessions_max";
         let reload = compared("sessions_max", slower);
-        assert_eq!(
-            reload.change.limits.rebalance_bytes_per_s_max,
-            Some(1 << 20)
-        );
+        assert_eq!(reload.settings.rebalance_bytes_per_s_max, Some(1 << 20));
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
         let reload = compared("sessions_max = 8", "sessions_max = 2");
-        assert_eq!(reload.change.limits.sessions_max, 2);
+        assert_eq!(reload.settings.sessions_max, 2);
+    }
+
+    #[test]
+    fn each_changed_setting_is_told_with_both_values() {
+        let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
+        let quotas = |weight: u32| {
+            let quotas =
+                format!("[quota.uid.7]\nweight = {weight}\n[quota.uid.7.job.\"a.b\"]\nweight = 2");
+            parse(&format!("{STARTED}\n{quotas}"))
+        };
+        let none = parse(STARTED);
+        assert_eq!(changes(&none, &none), [""; 0]);
+        let found = changes(&quotas(300), &quotas(200));
+        assert_eq!(found, ["quota.uid.7.weight = 200 (was 300)"]);
+        let found = changes(&quotas(300), &none);
+        let unset = [
+            "quota.uid.7.job.a.b.weight = unset (was 2)",
+            "quota.uid.7.weight = unset (was 300)",
+        ];
+        assert_eq!(found, unset);
+        let found = changes(&none, &compared("1GiB", "2GiB").settings);
+        assert_eq!(found, ["arena_bytes_max = 2147483648 (was 1073741824)"]);
+        // What needs a restart has not changed.
+        let found = changes(&none, &compared("/run/offloadd/", "/run/other/").settings);
+        assert_eq!(found, [""; 0]);
     }
 
     #[test]
@@ -166,8 +235,8 @@ mod tests {
                 "{:?}",
                 reload.refused
             );
-            assert_eq!(reload.change.limits.sessions_max, 8);
-            assert_eq!(reload.change.limits.iodepth_max, 16);
+            assert_eq!(reload.settings.sessions_max, 8);
+            assert_eq!(reload.settings.iodepth_max, 16);
         }
         let listening = format!("{STARTED}\n[metrics]\nlisten = \"127.0.0.1:9464\"");
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();

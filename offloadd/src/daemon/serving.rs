@@ -56,18 +56,20 @@ impl Signals {
 pub(super) struct StartSettings {
     pub(super) file: PathBuf,
     pub(super) config: Config,
+    /// Settings that are served now: those at the start, with what reloads have changed.
+    pub(super) served: Config,
     /// Status shown by `systemctl status`.
     pub(super) serving: String,
 }
 
 impl StartSettings {
     /// Applies changed settings. Invalid settings change nothing; settings that need a restart are logged.
-    fn reload(&self, owner: &DriverHandle) {
+    fn reload(&mut self, owner: &DriverHandle) {
         say_reloading();
         let read = served(owner).and_then(|(served, jobs)| {
             let reload = reload::read(&self.file, &self.config, &served)?;
             let jobs = jobs.iter().map(|job| (job.uid, &job.job));
-            for unused in reload.change.quotas.without_job(jobs) {
+            for unused in reload.settings.quotas.without_job(jobs) {
                 tracing::info!(
                     "{}: [{unused}] applies to no job in the store now",
                     self.file.display()
@@ -80,21 +82,29 @@ impl StartSettings {
                 tracing::error!("the settings stay unchanged: {}", whole(&error));
                 "the changed settings are invalid and were not applied".to_owned()
             }
-            Ok(reload) => {
-                for refused in &reload.refused {
-                    tracing::warn!("{}: {refused}", self.file.display());
+            Ok(reload) => match owner.change(reload.change()) {
+                Err(fault) => {
+                    let done = format!("the changed settings were not applied: {fault}");
+                    tracing::error!("{}: {done}", self.file.display());
+                    done
                 }
-                match owner.change(reload.change) {
-                    Err(fault) => format!("the changed settings were not applied: {fault}"),
-                    Ok(()) if reload.refused.is_empty() => "changed settings applied".to_owned(),
-                    Ok(()) => format!(
-                        "changed settings applied, except: {}",
-                        reload.refused.join("; ")
-                    ),
+                Ok(()) => {
+                    let changes = reload::changes(&self.served, &reload.settings);
+                    self.served = reload.settings;
+                    let mut done = match changes.is_empty() {
+                        true => "no setting was changed".to_owned(),
+                        false => format!("changed settings applied: {}", changes.join(", ")),
+                    };
+                    if reload.refused.is_empty() {
+                        tracing::info!("{}: {done}", self.file.display());
+                    } else {
+                        done += &format!("; not applied: {}", reload.refused.join("; "));
+                        tracing::warn!("{}: {done}", self.file.display());
+                    }
+                    done
                 }
-            }
+            },
         };
-        tracing::info!("{done}");
         say_ready();
         say_status(&format!("{}; {done}", self.serving));
     }
@@ -114,7 +124,7 @@ fn served(owner: &DriverHandle) -> Result<(Vec<ListedDevice>, Vec<JobState>)> {
 }
 
 /// Runs reloads one after the other on a thread of their own, because checking a device that hangs must not delay SIGTERM.
-fn start_reloads(started: StartSettings, owner: DriverHandle) -> Result<SyncSender<()>> {
+fn start_reloads(mut started: StartSettings, owner: DriverHandle) -> Result<SyncSender<()>> {
     // One waiting request is enough: it reads the file when its turn comes.
     let (ask, asked) = sync_channel(1);
     std::thread::Builder::new()

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
+use offload_support::units::ApproxBytes;
 use tokio::sync::oneshot;
 use tracing::Span;
 
 use super::session::{DriverSession, SessionState};
 use super::{Driver, trace};
-use crate::core::{Action, Reply};
+use crate::core::{Action, Peer, Reply};
 use crate::engine::{Io, Memory};
 use crate::io::Buffer;
 use crate::metrics::ledger::JobPlace;
@@ -19,26 +20,30 @@ use crate::store::definition::JobName;
 
 /// A call that waits for the core's answer.
 pub(super) struct Waiting {
+    pub(super) peer: Peer,
     pub(super) answer: oneshot::Sender<Result<Reply, Fault>>,
-    pub(super) counted: LedgerChange,
+    pub(super) noted: AnswerNote,
 }
 
 impl Waiting {
     /// Span of a call to commit.
     pub(super) fn span(&self) -> Option<&Span> {
-        match &self.counted {
-            LedgerChange::Commit(_, span) => Some(span),
+        match &self.noted {
+            AnswerNote::Commit(_, span) => Some(span),
             _ => None,
         }
     }
 }
 
-/// Change of the ledger by the answer to a call.
-pub(super) enum LedgerChange {
+/// What the answer to a call changes in the ledger and tells the log.
+pub(super) enum AnswerNote {
     Nothing,
     Commit(JobPlace, Span),
-    Drop(u32, JobName),
+    /// Owner and name.
+    DropJob(u32, JobName),
     AddDevice(DeviceIndex),
+    /// Path of the device.
+    DrainDevice(String),
 }
 
 impl Driver {
@@ -171,19 +176,28 @@ impl Driver {
         }
     }
 
-    /// Counts the answer to a call and sends it.
+    /// Counts and logs the answer to a call, and sends it.
     fn answer(&mut self, waiting: Waiting, reply: Result<Reply, Fault>) {
-        match (waiting.counted, &reply) {
-            (LedgerChange::Commit(job, span), reply) => {
+        let Peer { uid, pid } = waiting.peer;
+        match (waiting.noted, &reply) {
+            (AnswerNote::Commit(job, span), reply) => {
                 trace::commit_answered(&span, reply);
                 let now = Instant::now();
                 self.ledger.commit_answered(job, reply.is_ok(), now);
             }
-            (LedgerChange::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-            (LedgerChange::AddDevice(device), reply) => {
-                self.device_answered(device, reply.as_ref().ok());
+            (AnswerNote::DropJob(owner, job), Ok(Reply::DropJob { freed_bytes })) => {
+                let freed = ApproxBytes(*freed_bytes);
+                tracing::info!(uid, pid, "deleted job {job} of uid {owner}: {freed} freed");
+                self.ledger.job_dropped(owner, &job);
             }
-            (LedgerChange::Drop(..) | LedgerChange::Nothing, _) => {}
+            (AnswerNote::AddDevice(device), reply) => {
+                self.device_answered(waiting.peer, device, reply.as_ref().ok());
+            }
+            (AnswerNote::DrainDevice(path), Ok(Reply::DrainDevice { left_bytes })) => {
+                let left = ApproxBytes(*left_bytes);
+                tracing::info!(uid, pid, "draining device {path}: {left} to move");
+            }
+            (AnswerNote::DropJob(..) | AnswerNote::DrainDevice(_) | AnswerNote::Nothing, _) => {}
         }
         // Fails only if the caller has gone.
         let _ = waiting.answer.send(reply);

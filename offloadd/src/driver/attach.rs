@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
+use offload_support::units::ApproxBytes;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
@@ -156,7 +157,13 @@ impl Driver {
         else {
             unreachable!("just seen");
         };
-        tracing::debug!(parent: &session.span, pid = session.peer.pid, "attached");
+        tracing::info!(
+            parent: &session.span,
+            uid = session.peer.uid,
+            pid = session.peer.pid,
+            host_memory = %ApproxBytes(made.arena.bytes() as u64),
+            "session begins"
+        );
         self.events.push_back(Event::Attached { session: id });
         self.begin(id, made, hello.socket, hello.process);
     }

@@ -11,7 +11,7 @@ use offload_api::ids::DeviceIndex;
 use offload_support::paths::Word;
 use offload_support::units::ApproxBytes;
 
-use super::{Driver, LedgerChange, trace};
+use super::{AnswerNote, Driver, trace};
 use crate::core::{Call, Peer, TileDamage, Viewer};
 use crate::device::is_sparse;
 use crate::io::{IoOp, failure};
@@ -30,22 +30,23 @@ const DAMAGE_LOGGED_MAX: u64 = 16;
 const FAILURES_LOGGED_MAX: u64 = 16;
 
 impl Driver {
-    /// Returns what the answer to `request` will change in the ledger.
-    pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> LedgerChange {
+    /// Returns what the answer to `request` will change in the ledger and tell the log.
+    pub(super) fn note_call(&mut self, request: &Call, peer: Peer) -> AnswerNote {
         let (token, generation) = match request {
             Call::Commit {
                 token, generation, ..
             } => (token, generation),
-            Call::DropJob { job } => return LedgerChange::Drop(peer.uid, job.clone()),
-            _ => return LedgerChange::Nothing,
+            Call::DropJob { uid, job } => return AnswerNote::DropJob(*uid, job.clone()),
+            Call::DrainDevice { path, .. } => return AnswerNote::DrainDevice(path.clone()),
+            _ => return AnswerNote::Nothing,
         };
         let mut sessions = self.sessions.values();
         let Some(session) = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid) else {
-            return LedgerChange::Nothing;
+            return AnswerNote::Nothing;
         };
         let (job, span) = (session.job, trace::commit(&session.span, *generation));
         self.ledger.commit_called(job, Instant::now());
-        LedgerChange::Commit(job, span)
+        AnswerNote::Commit(job, span)
     }
 
     /// Counts and logs a damaged tile. The log is limited, because a process may report without end.

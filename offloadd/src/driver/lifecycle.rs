@@ -8,7 +8,7 @@ use rustix::event::epoll;
 use super::Driver;
 use super::session::SessionState;
 use super::session_memory::SessionMemory;
-use crate::core::Event;
+use crate::core::{Event, Peer};
 use crate::io::SessionId;
 
 /// How long a new session waits for its process to fetch the descriptors.
@@ -47,6 +47,16 @@ impl Driver {
         });
     }
 
+    /// Logs the end of a session, if its process has the descriptors or could fetch them.
+    fn log_end(&self, id: SessionId, why: &str) {
+        if let Some(session) = self.sessions.get(&id)
+            && let SessionState::Attached { .. } | SessionState::Offered { .. } = session.state
+        {
+            let Peer { uid, pid } = session.peer;
+            tracing::info!(parent: &session.span, uid, pid, why, "session ends");
+        }
+    }
+
     /// Ends a session whose process ended or broke the protocol. Its memory stays until its I/O has ended.
     pub(super) fn gone(&mut self, id: SessionId, why: &str) {
         let Some(session) = self.sessions.get(&id) else {
@@ -58,13 +68,7 @@ impl Driver {
         ) {
             return;
         }
-        tracing::info!(
-            parent: &session.span,
-            uid = session.peer.uid,
-            pid = session.peer.pid,
-            why,
-            "session ends"
-        );
+        self.log_end(id, why);
         self.detach(id);
         self.events.push_back(Event::PeerGone { session: id });
     }
@@ -94,6 +98,7 @@ impl Driver {
     }
 
     pub(super) fn drop_arena(&mut self, id: SessionId) {
+        self.log_end(id, "its process closed it");
         self.detach(id);
         // Missing if the session was inherited and its memory could not be adopted.
         let Some(session) = self.sessions.get_mut(&id) else {

@@ -56,7 +56,7 @@ mod source;
 mod stop;
 mod trace;
 
-use actions::{LedgerChange, Waiting};
+use actions::{AnswerNote, Waiting};
 use attach::Hello;
 pub use handing::{InheritedSession, InheritedSessions};
 pub use inbox::{DriverHandle, SettingsChange};
@@ -411,8 +411,13 @@ impl Driver {
                     }
                     let call = CallId(self.calls_made);
                     self.calls_made += 1;
-                    let counted = self.count_call(&request, peer);
-                    self.calls.insert(call, Waiting { answer, counted });
+                    let noted = self.note_call(&request, peer);
+                    let waiting = Waiting {
+                        peer,
+                        answer,
+                        noted,
+                    };
+                    self.calls.insert(call, waiting);
                     self.events.push_back(Event::Call {
                         call,
                         peer,

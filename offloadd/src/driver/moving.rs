@@ -10,7 +10,7 @@ use offload_api::ids::DeviceIndex;
 use tokio::sync::oneshot;
 
 use super::inbox::stopping;
-use super::{CALLS_MAX, Driver, LedgerChange, Waiting};
+use super::{AnswerNote, CALLS_MAX, Driver, Waiting};
 use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::metrics::MovedBeside;
 use crate::queue::DeviceLimits;
@@ -161,8 +161,12 @@ impl Driver {
         self.ledger.moved_beside(index, moved);
         let call = CallId(self.calls_made);
         self.calls_made += 1;
-        let counted = LedgerChange::AddDevice(index);
-        self.calls.insert(call, Waiting { answer, counted });
+        let waiting = Waiting {
+            peer,
+            answer,
+            noted: AnswerNote::AddDevice(index),
+        };
+        self.calls.insert(call, waiting);
         self.events.push_back(Event::Call {
             call,
             peer,
@@ -170,13 +174,21 @@ impl Driver {
         });
     }
 
-    pub(super) fn device_answered(&mut self, device: DeviceIndex, reply: Option<&Reply>) {
+    pub(super) fn device_answered(
+        &mut self,
+        peer: Peer,
+        device: DeviceIndex,
+        reply: Option<&Reply>,
+    ) {
+        let Peer { uid, pid } = peer;
         let path = |driver: &Self| {
             let state = driver.core.device_states().swap_remove(device.0 as usize);
             state.path
         };
         if let Some(Reply::AddDevice { .. }) = reply {
             tracing::info!(
+                uid,
+                pid,
                 "added device {} to the store; tiles move to it. Add it to `devices` in the settings before the next start",
                 path(self)
             );

@@ -251,15 +251,14 @@ impl proto::offload_server::Offload for Service {
 
     async fn drop_job(
         &self,
-        mut request: Request<proto::DropJobRequest>,
+        request: Request<proto::DropJobRequest>,
     ) -> Result<Response<proto::DropJobReply>, Status> {
         let peer = peer_of(&request)?;
-        let uid = request.get_ref().uid.unwrap_or(peer.uid);
-        check_owner(peer, uid)?;
-        // From here on, the call is made as the owner.
-        request.extensions_mut().insert(Peer { uid, ..peer });
         let check = |message: proto::DropJobRequest| {
+            let uid = message.uid.unwrap_or(peer.uid);
+            check_owner(peer, uid)?;
             Ok::<_, Fault>(Call::DropJob {
+                uid,
                 job: JobName::new(message.job)?,
             })
         };

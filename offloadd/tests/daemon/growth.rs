@@ -220,7 +220,7 @@ fn an_existing_file_is_not_used_and_a_drained_device_is_warned_of_and_left_alone
     let add = || words(&device(&store, "add", &new, &["--size", "8MiB"]));
     let told = add();
     assert!(told.contains("start it"), "{told}");
-    let mut daemon = store.serve();
+    let daemon = store.serve();
     let told = add();
     assert!(told.contains("the file exists"), "{told}");
     let mut control = daemon.control();
@@ -230,8 +230,17 @@ fn an_existing_file_is_not_used_and_a_drained_device_is_warned_of_and_left_alone
     let told = words(&device(&store, "drain", &store.devices[0], &[]));
     assert!(told.contains("No other device has space"), "{told}");
     drop(control);
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.wait(LIMIT), Some(0));
+    let log = daemon.last_words();
+    let [uid, path] = [
+        rustix::process::geteuid().as_raw().to_string(),
+        gone.display().to_string(),
+    ];
+    for told in [
+        format!("draining device {path}: 0 bytes to move uid={uid} pid="),
+        format!("drained device {path}, which is not part of the store any more"),
+    ] {
+        assert!(log.contains(&told), "{told}: {log}");
+    }
     let list = |store: &Store| {
         let mut list = program();
         list.args(["device", "list", "--config"]).arg(&store.config);

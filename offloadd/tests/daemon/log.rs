@@ -1,11 +1,6 @@
 //! Tests debug lines about tiles and commits. What could go wrong: a line lacks the fields that name its session, job, tile or generation, or a step
 //! is missing.
 
-use std::io::Read;
-use std::time::Duration;
-
-use rustix::process::Signal;
-
 use crate::common::{Daemon, Store, fill_tiles};
 
 #[test]
@@ -13,17 +8,13 @@ fn debug_lines_show_a_tile_and_its_commit_step_by_step() {
     let store = Store::new(1, "psync");
     let mut command = store.serve_command();
     command.env("RUST_LOG", "offloadd=debug");
-    let mut daemon = Daemon::start(command, store.socket());
+    let daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 2);
     fill_tiles(&mut session, 2, working, 10);
     session.commit(&mut control, working, b"step 1");
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.wait(Duration::from_secs(60)), Some(0));
-    let mut log = String::new();
-    let mut stderr = daemon.child.stderr.take().unwrap();
-    stderr.read_to_string(&mut log).unwrap();
+    let log = daemon.last_words();
 
     let uid = rustix::process::geteuid().as_raw();
     let whose = format!(" uid={uid} job=tiny}}:");

@@ -188,7 +188,7 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     };
     status("");
     daemon.signal(Signal::HUP);
-    status("; changed settings applied");
+    status("; no setting was changed");
 
     let (_, text) = page::get(&prometheus, "/metrics");
     assert!(text.contains("\noffloadd_read_only 1.0\n"), "{text}");

@@ -1,7 +1,6 @@
 //! Tests settings before a start and in a running daemon. What could go wrong: a check that accepts what a start refuses, or disturbs a daemon; a
 //! reload that applies half of a file, or ends the daemon; a change that is silently ignored.
 
-use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Output;
@@ -150,7 +149,7 @@ fn what_can_be_served_but_should_not_be_is_named_with_what_mends_it() {
             .output()
             .unwrap();
         assert_eq!(words(&output).matches(why).count(), 1, "{}", words(&output));
-        let printed = last_words(store.serve());
+        let printed = store.serve().last_words();
         let warned = printed
             .lines()
             .find(|line| line.contains("WARN") && line.contains(why));
@@ -203,21 +202,6 @@ fn a_damaged_store_is_refused_and_left_as_it_is() {
     assert!(std::fs::read(&store.devices[0]).unwrap() == before);
 }
 
-/// Returns all output until the daemon's end.
-fn last_words(mut daemon: Daemon) -> String {
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.wait(SOON), Some(0));
-    let mut printed = String::new();
-    daemon
-        .child
-        .stderr
-        .take()
-        .unwrap()
-        .read_to_string(&mut printed)
-        .unwrap();
-    printed
-}
-
 #[test]
 fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     let store = Store::new(1, "auto");
@@ -255,7 +239,7 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     });
     let other = control.session("other");
     drop((session, other));
-    let printed = last_words(daemon);
+    let printed = daemon.last_words();
     assert!(printed.contains("`socket` needs a restart"), "{printed}");
     let unused = "[quota.uid.1000.job.llama] applies to no job in the store now";
     assert!(printed.contains(unused), "{printed}");
@@ -263,6 +247,13 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
         printed.contains("`sessions_max` above 64, its value at the start"),
         "{printed}"
     );
+    for changed in [
+        "changed settings applied: arena_bytes_max = 8192 (was 67108864), sessions_max = 1 (was 64)",
+        "changed settings applied: arena_bytes_max = 134217728 (was 8192), quota.uid.1000.job.llama.weight = 200 (was unset), \
+         sessions_max = 64 (was 1); not applied: `socket` needs a restart; ",
+    ] {
+        assert!(printed.contains(changed), "{changed}: {printed}");
+    }
 }
 
 #[test]
@@ -280,9 +271,14 @@ fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
     eventually("there is more room", SOON, || {
         control.arena_free_bytes() == 128 << 20
     });
-    let printed = last_words(daemon);
+    let printed = daemon.last_words();
     assert!(printed.contains("changed settings applied"), "{printed}");
-    assert!(!printed.contains("takes a restart"), "{printed}");
+    let uid = rustix::process::geteuid();
+    let added = format!(
+        "tiles move to it. Add it to `devices` in the settings before the next start uid={uid} pid="
+    );
+    assert!(printed.contains(&added), "{printed}");
+    assert!(!printed.contains("needs a restart"), "{printed}");
 }
 
 #[test]
@@ -305,7 +301,7 @@ fn wrong_settings_change_nothing_in_a_running_daemon() {
     let (reloading, ready) = (heard.find("RELOADING=1"), heard.rfind("READY=1"));
     assert!(reloading.is_some() && reloading < ready, "{heard}");
     assert_eq!(daemon.control().arena_free_bytes(), 64 << 20);
-    let printed = last_words(daemon);
+    let printed = daemon.last_words();
     assert!(printed.contains("the settings stay unchanged"), "{printed}");
     assert!(printed.contains("64Mb"), "{printed}");
 }

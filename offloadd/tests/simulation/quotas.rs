@@ -231,7 +231,12 @@ fn a_user_has_as_many_jobs_as_his_quota_says_and_leaves_others_their_places() {
     let defining = world.call_as(other, Call::Define { token, definition });
     world.answer(defining).unwrap();
 
-    world.ask(Call::DropJob { job: job("one") }).unwrap();
+    world
+        .ask(Call::DropJob {
+            uid: PEER.uid,
+            job: job("one"),
+        })
+        .unwrap();
     world.define(third, tiles()).unwrap();
 }
 

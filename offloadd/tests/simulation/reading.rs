@@ -14,7 +14,7 @@ use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
 use test_hooks::random::SimRandom;
 
 use super::growth::{expect_all, write_all};
-use super::world::{Process, World, definition, formatted, job};
+use super::world::{PEER, Process, World, definition, formatted, job};
 
 const TILES: u32 = 12;
 
@@ -99,7 +99,14 @@ fn only_reads(world: &mut World) {
     let defined = world.define(other, definition(2, Durability::Committed, 1));
     told(&defined.unwrap_err());
     let name = || job("one");
-    told(&world.ask(Call::DropJob { job: name() }).unwrap_err());
+    told(
+        &world
+            .ask(Call::DropJob {
+                uid: PEER.uid,
+                job: name(),
+            })
+            .unwrap_err(),
+    );
     let uid = super::world::PEER.uid;
     told(
         &world

@@ -356,7 +356,13 @@ fn a_job_is_its_users_only() {
     let call = world.call_as(stranger, Call::ListJobs);
     assert_eq!(world.answer(call), Ok(Reply::ListJobs(Vec::new())));
     world.close(process).unwrap();
-    let call = world.call_as(stranger, Call::DropJob { job: job("a") });
+    let call = world.call_as(
+        stranger,
+        Call::DropJob {
+            uid: stranger.uid,
+            job: job("a"),
+        },
+    );
     assert_eq!(kind(world.answer(call)), FaultKind::NotFound);
     let Ok(Reply::ListJobs(mine)) = world.ask(Call::ListJobs) else {
         panic!("refused");
@@ -383,12 +389,18 @@ fn space_is_reserved_at_definition_and_freed_by_a_deletion() {
     assert_eq!(fault.kind, FaultKind::NoSpace);
     assert!(fault.message.contains("sim1 has"), "{fault}");
     assert_eq!(
-        kind(world.ask(Call::DropJob { job: job("a") })),
+        kind(world.ask(Call::DropJob {
+            uid: PEER.uid,
+            job: job("a")
+        })),
         FaultKind::Busy
     );
     world.close(process).unwrap();
     let reserved = before - free(&mut world);
-    let freed_bytes = match world.ask(Call::DropJob { job: job("a") }) {
+    let freed_bytes = match world.ask(Call::DropJob {
+        uid: PEER.uid,
+        job: job("a"),
+    }) {
         Ok(Reply::DropJob { freed_bytes }) => freed_bytes,
         other => panic!("{other:?}"),
     };
@@ -489,7 +501,12 @@ fn a_job_written_in_place_is_not_trusted_after_a_crash() {
     assert_eq!((offered, clean), (vec![1], false));
     assert_eq!(kind(world.resume(process, 1)), FaultKind::Unclean);
     world.close(process).unwrap();
-    world.ask(Call::DropJob { job: job("a") }).unwrap();
+    world
+        .ask(Call::DropJob {
+            uid: PEER.uid,
+            job: job("a"),
+        })
+        .unwrap();
     world.begin("a", TILES, Durability::None);
 }
 

@@ -236,5 +236,5 @@ fn it_stays_where_even_writing_over_it_fails() {
     assert_eq!(resume(&mut world, 1), Err(FaultKind::Damaged));
     world.engine.disks.repair();
     let job = job("one");
-    assert!(world.ask(Call::DropJob { job }).is_ok());
+    assert!(world.ask(Call::DropJob { uid: PEER.uid, job }).is_ok());
 }

@@ -132,6 +132,16 @@ impl Daemon {
         panic!("the daemon has not ended after {limit:?}");
     }
 
+    /// Ends the daemon in order and returns its log.
+    pub(crate) fn last_words(mut self) -> String {
+        self.signal(rustix::process::Signal::TERM);
+        assert_eq!(self.wait(Duration::from_secs(60)), Some(0));
+        let mut log = String::new();
+        let mut stderr = self.child.stderr.take().unwrap();
+        stderr.read_to_string(&mut log).unwrap();
+        log
+    }
+
     /// Whether a scrub runs: its thread has its own name. Starting another scrub to test this would take its place.
     pub(crate) fn is_scrubbing(&self) -> bool {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();

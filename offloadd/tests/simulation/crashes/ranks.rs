@@ -8,7 +8,7 @@ use offloadd::store::definition::Durability;
 
 use crate::oracle::{KnownJob, Snapshot};
 use crate::trouble::Trouble;
-use crate::world::{Process, SLOTS, World, content, definition, outcome};
+use crate::world::{PEER, Process, SLOTS, World, content, definition, outcome};
 
 const RANKS_MAX: usize = 2;
 
@@ -180,7 +180,7 @@ fn start_again(
     }
     let job = known.name.clone();
     known.discard_unreadable();
-    match world.ask(Call::DropJob { job }) {
+    match world.ask(Call::DropJob { uid: PEER.uid, job }) {
         Ok(_) => {
             known.attempts.clear();
             begin(world, known)

@@ -8,7 +8,7 @@ use offloadd::store::{BLOCK, DATA_OFFSET, recover};
 use test_hooks::random::SimRandom;
 
 use super::{added, expect_all, extents, write_all};
-use crate::world::{SLOTS, World, formatted, job};
+use crate::world::{PEER, SLOTS, World, formatted, job};
 
 #[test]
 fn a_running_job_moves_by_what_it_writes() {
@@ -43,7 +43,10 @@ fn a_job_can_be_dropped_while_its_tiles_move() {
         for _ in 0..2 * steps {
             world.step();
         }
-        let dropped = world.ask(Call::DropJob { job: job("one") });
+        let dropped = world.ask(Call::DropJob {
+            uid: PEER.uid,
+            job: job("one"),
+        });
         assert!(matches!(dropped, Ok(Reply::DropJob { .. })), "{dropped:?}");
         world.move_all();
         assert_eq!(world.left, [1]);
@@ -140,7 +143,10 @@ fn a_job_that_takes_a_planned_ones_name_is_another_job() {
     added(&mut world);
     // Some tiles of the first move; the second move waits in the plan.
     world.event(Event::RebalanceTick { force: false });
-    let dropped = world.ask(Call::DropJob { job: job("two") });
+    let dropped = world.ask(Call::DropJob {
+        uid: PEER.uid,
+        job: job("two"),
+    });
     assert!(matches!(dropped, Ok(Reply::DropJob { .. })), "{dropped:?}");
     let process = world.begin("two", 2, Durability::Committed);
     write_all(&mut world, process, 1, 2);

@@ -10,7 +10,7 @@ use offloadd::store::{CATALOG_OFFSETS, recover};
 use test_hooks::random::SimRandom;
 
 use super::{DISK_BYTES, expect_all, write_all};
-use crate::world::{World, formatted, job};
+use crate::world::{PEER, World, formatted, job};
 
 /// Makes a store whose numbers are nearly used up.
 fn at_the_end(change: impl Fn(&mut recover::RecoveredStore)) -> SimDisks {
@@ -63,7 +63,14 @@ fn where_revisions_end_tiles_stay_and_the_job_continues() {
     write_all(&mut world, process, 2, 20);
     expect_all(&mut world, process, 2, 20);
     world.close(process).unwrap();
-    assert!(world.ask(Call::DropJob { job: job("one") }).is_ok());
+    assert!(
+        world
+            .ask(Call::DropJob {
+                uid: PEER.uid,
+                job: job("one")
+            })
+            .is_ok()
+    );
     let call = world.drain_call("sim1");
     world.answer(call).unwrap();
     world.move_all();
