@@ -38,7 +38,8 @@ mod operations;
 pub use admin::Moves;
 pub use call::*;
 pub use data::{
-    AdoptedSession, CommitState, CommittedTile, CommittedTiles, JobState, TilePosition, Viewer,
+    AdoptedSession, CommitState, CommittedTile, CommittedTiles, JobState, TilePosition, UserState,
+    Viewer,
 };
 pub use event::*;
 
@@ -388,6 +389,11 @@ impl Core {
     /// Jobs that `viewer` may see, sorted by owner and name.
     pub fn job_states(&self, viewer: Viewer) -> Vec<JobState> {
         self.data.job_states(viewer)
+    }
+
+    /// Users of the jobs that `viewer` may see, sorted by user ID.
+    pub fn user_states(&self, viewer: Viewer) -> Vec<UserState> {
+        self.data.admission().user_states(viewer)
     }
 
     /// Bytes of host memory of all sessions, and their number.

@@ -185,6 +185,7 @@ impl Driver {
             rebalance_bytes_per_s_max: self.core.rebalance_bytes_per_s_max(),
             read_only: self.read_only(),
             devices: self.devices_of_store(),
+            users: self.core.user_states(viewer),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }
     }

@@ -6,7 +6,7 @@ use offload_api::proto;
 
 use super::samples::{self, Sample, SampleOwner};
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
-use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
+use crate::core::{CommitState, DeviceState, DeviceStatus, JobState, UserState};
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
@@ -30,7 +30,17 @@ impl From<Snapshot> for proto::MetricsReply {
         write(samples::DAEMON, &snapshot, &mut message);
         message.read_only = snapshot.read_only;
         message.devices = snapshot.devices.into_iter().map(Into::into).collect();
+        message.users = snapshot.users.into_iter().map(Into::into).collect();
         message.jobs = snapshot.jobs.into_iter().map(Into::into).collect();
+        message
+    }
+}
+
+impl From<UserState> for proto::UserMetrics {
+    fn from(state: UserState) -> Self {
+        let mut message = Self::default();
+        write(samples::USER, &state, &mut message);
+        message.uid = state.uid;
         message
     }
 }
@@ -135,9 +145,21 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
         snapshot.read_only = message.read_only;
         let devices = message.devices.into_iter().map(TryInto::try_into);
         snapshot.devices = devices.collect::<Result<_, _>>()?;
+        snapshot.users = message.users.iter().map(UserState::from).collect();
         let jobs = message.jobs.into_iter().map(TryInto::try_into);
         snapshot.jobs = jobs.collect::<Result<_, _>>()?;
         Ok(snapshot)
+    }
+}
+
+impl From<&proto::UserMetrics> for UserState {
+    fn from(message: &proto::UserMetrics) -> Self {
+        let mut state = Self {
+            uid: message.uid,
+            ..Self::default()
+        };
+        read(samples::USER, &mut state, message);
+        state
     }
 }
 

@@ -14,7 +14,7 @@
 
 use std::time::Duration;
 
-use crate::core::{DeviceState, JobState};
+use crate::core::{DeviceState, JobState, UserState};
 
 pub mod latencies;
 pub mod ledger;
@@ -73,6 +73,8 @@ pub struct Snapshot {
     pub read_only: Option<String>,
     /// In the store's order.
     pub devices: Vec<DeviceView>,
+    /// Users of `jobs`, ordered by user ID.
+    pub users: Vec<UserState>,
     /// Jobs that the viewer may see, ordered by owner and name.
     pub jobs: Vec<JobView>,
 }

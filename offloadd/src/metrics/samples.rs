@@ -7,9 +7,9 @@ use offload_api::proto;
 use prometheus_client::metrics::MetricType;
 
 use super::{DeviceView, JobView, Snapshot};
-use crate::core::CommitState;
+use crate::core::{CommitState, UserState};
 
-/// What has numbers: the daemon, a device or a job.
+/// What has numbers: the daemon, a device, a user or a job.
 pub trait SampleOwner {
     /// Message that carries them.
     type Message: Default;
@@ -21,6 +21,10 @@ impl SampleOwner for Snapshot {
 
 impl SampleOwner for DeviceView {
     type Message = proto::DeviceMetrics;
+}
+
+impl SampleOwner for UserState {
+    type Message = proto::UserMetrics;
 }
 
 impl SampleOwner for JobView {
@@ -308,6 +312,46 @@ pub static DEVICE: &[Sample<DeviceView>] = &[
     ),
 ];
 
+/// Numbers of each user.
+pub static USER: &[Sample<UserState>] = &[
+    carried!(UserState, weight => weight).gauge(
+        "offloadd_user_weight",
+        "Weight of the user's bandwidth relative to other users",
+    ),
+    carried!(UserState, host_bytes => host_bytes).gauge_in(
+        MetricUnit::Bytes,
+        "offloadd_user_host",
+        "Host memory of the user's sessions",
+    ),
+    carried!(UserState, host_bytes_max => host_bytes_max).gauge_in(
+        MetricUnit::Bytes,
+        "offloadd_user_host_max",
+        "Quota of the host memory of the user's sessions; absent without one",
+    ),
+    carried!(UserState, device_bytes => device_bytes).gauge_in(
+        MetricUnit::Bytes,
+        "offloadd_user_reserved",
+        "Space that the user's jobs and sessions have reserved on all devices",
+    ),
+    carried!(UserState, device_bytes_max => device_bytes_max).gauge_in(
+        MetricUnit::Bytes,
+        "offloadd_user_reserved_max",
+        "Quota of the space that the user's jobs reserve on all devices; absent without one",
+    ),
+    carried!(UserState, session_count => session_count)
+        .gauge("offloadd_user_sessions", "Open sessions of the user"),
+    carried!(UserState, sessions_max => sessions_max)
+        .gauge("offloadd_user_sessions_max", "Quota of the user's sessions"),
+    carried!(UserState, job_count => job_count).gauge(
+        "offloadd_user_jobs",
+        "Jobs of the user in the store, open or not",
+    ),
+    carried!(UserState, jobs_max => jobs_max).gauge(
+        "offloadd_user_jobs_max",
+        "Quota of the user's jobs in the store",
+    ),
+];
+
 /// Numbers of each job.
 pub static JOB: &[Sample<JobView>] = &[
     carried!(JobView, commit_failed_count => commit_failed_count)
@@ -446,6 +490,18 @@ pub(super) mod tests {
             rebalance_bytes_per_s_max: Some(0),
             read_only: Some("a device".into()),
             devices: vec![device],
+            users: vec![UserState {
+                uid: 17,
+                weight: 300,
+                host_bytes: 39,
+                host_bytes_max: Some(40),
+                device_bytes: 41,
+                device_bytes_max: Some(42),
+                session_count: 43,
+                sessions_max: 44,
+                job_count: 45,
+                jobs_max: 46,
+            }],
             jobs: vec![job],
         }
     }
@@ -473,6 +529,7 @@ pub(super) mod tests {
         let (device, job) = (&whole.devices[0], &whole.jobs[0]);
         let blank = DeviceView::new(device.state.clone(), Counts::default());
         check(DEVICE, &blank, device);
+        check(USER, &UserState::default(), &whole.users[0]);
         let state = JobState::new(0, job.state.job.clone());
         check(JOB, &JobView::new(state, Counts::default()), job);
     }

@@ -3,7 +3,6 @@
 //!
 //! Leaves out jobs without a session that moved nothing since the start, because a store may hold a thousand jobs.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::iter;
 
@@ -14,6 +13,7 @@ use prometheus_client::registry::{Registry, Unit};
 
 use super::samples::{self, MetricUnit, Sample, SampleOwner};
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
+use crate::core::UserState;
 
 /// Value of the HTTP header `Content-Type`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -53,7 +53,8 @@ impl Collector for MetricsPage {
         page.samples(samples::DAEMON, iter::once(snapshot), |_| Labels::new())?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
-        page.users(&jobs)?;
+        let uid = |user: &UserState| vec![("uid", user.uid.to_string())];
+        page.samples(samples::USER, snapshot.users.iter(), uid)?;
         page.jobs(&jobs)
     }
 }
@@ -89,21 +90,6 @@ impl Encoder<'_, '_> {
             "1 for the current phase: settled, filling (added or calibrated, tiles move to it), draining",
             None,
             phases.collect(),
-        )
-    }
-
-    fn users(&mut self, jobs: &[&JobView]) -> fmt::Result {
-        let weights = jobs
-            .iter()
-            .map(|job| (job.state.uid, job.state.weights.user));
-        let weights: BTreeMap<u32, u32> = weights.collect();
-        let lines = weights.into_iter();
-        let lines = lines.map(|(uid, weight)| (vec![("uid", uid.to_string())], f64::from(weight)));
-        self.gauge(
-            "offloadd_user_weight",
-            "Weight of the user's bandwidth relative to other users",
-            None,
-            lines.collect(),
         )
     }
 

@@ -43,6 +43,7 @@ impl From<&JobContent> for proto::JobContent {
                 .map(|one| generation(job, one))
                 .collect(),
             unreadable: job.unreadable.clone(),
+            pids: job.pids.clone(),
         }
     }
 }

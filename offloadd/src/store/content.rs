@@ -26,6 +26,8 @@ pub struct JobContent {
     pub generations: Vec<GenerationContent>,
     /// Why records could not be read; one of them may be the newest.
     pub unreadable: Vec<String>,
+    /// Processes that have it open, by rank; 0 for one in another PID namespace.
+    pub pids: Vec<u32>,
 }
 
 /// A generation of the job.
@@ -44,7 +46,7 @@ pub struct GenerationContent {
 }
 
 impl JobContent {
-    /// Describes the stored parts of a job.
+    /// Describes the stored parts of a job, which nobody has open.
     pub fn new(entry: &Entry, definition: &Arc<JobDefinition>, slots: &[SlotContent; 2]) -> Self {
         let generations = resumable(slots)
             .into_iter()
@@ -67,6 +69,7 @@ impl JobContent {
             definition: definition.clone(),
             generations: generations.collect(),
             unreadable: unreadable.collect(),
+            pids: Vec::new(),
         }
     }
 

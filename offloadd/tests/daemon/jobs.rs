@@ -52,7 +52,11 @@ fn filled(count: u32) -> (Store, Daemon) {
 #[test]
 fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
     let (store, mut daemon) = filled(6);
-    let online = json(&command("job list", &store, &["--json"]).output().unwrap());
+    let listed = || json(&command("job list", &store, &["--json"]).output().unwrap());
+    eventually("nobody has it open", SOON, || {
+        listed()["jobs"][0]["pids"] == serde_json::json!([])
+    });
+    let online = listed();
     let job = &online["jobs"][0];
     assert_eq!(
         (&job["job"], &job["uid"]),
@@ -92,8 +96,12 @@ fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
 
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let offline = json(&command("job list", &store, &["--json"]).output().unwrap());
-    assert_eq!(offline, online);
+    // Only a daemon knows quotas.
+    assert_eq!(online["users"][0]["job_count"], 1, "{online}");
+    assert_eq!(online["users"][0]["jobs_max"], 256, "{online}");
+    let offline = listed();
+    assert_eq!(offline["jobs"], online["jobs"]);
+    assert_eq!(offline["users"], serde_json::json!([]));
 }
 
 #[test]
@@ -134,8 +142,24 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let session = control.session("tiny");
+    let [pid, uid] = [std::process::id(), rustix::process::geteuid().as_raw()];
     let printed = told(&["tiny", "--force"]);
-    assert!(printed.contains("open or being deleted"), "{printed}");
+    let open = format!("job tiny is open in process {pid} of uid {uid}: end it first");
+    assert!(printed.contains(&open), "{printed}");
+    let fault = control
+        .open_session(crate::common::open("tiny"))
+        .unwrap_err();
+    let open = format!("rank 0 of job tiny is open already in process {pid} of uid {uid}");
+    assert!(fault.message.contains(&open), "{fault}");
+    let shown = words(&command("job show", &store, &["tiny"]).output().unwrap());
+    assert!(
+        shown.contains(&format!("open in process {pid}\n")),
+        "{shown}"
+    );
+    let table = words(&command("job list", &store, &[]).output().unwrap());
+    let line = table.lines().find(|line| line.starts_with("tiny "));
+    let mut columns = line.expect(&table).split_whitespace().rev();
+    assert_eq!(columns.nth(1), Some(pid.to_string().as_str()), "{table}");
     drop((session, control));
     let printed = told(&["tiny"]);
     assert!(
@@ -169,7 +193,7 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
         printed.contains("no daemon at ") && printed.contains("start it"),
         "{printed}"
     );
-    let mut daemon = store.serve();
+    let daemon = store.serve();
     let output = command("job delete", &store, &["tiny", "--force"])
         .output()
         .unwrap();
@@ -178,9 +202,10 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
         "{}",
         words(&output)
     );
+    let log = daemon.last_words();
+    let deleted = format!("deleted job tiny of uid {uid}: ");
+    assert!(log.contains(&deleted), "{log}");
     // Its devices say the same when the daemon has gone.
-    daemon.signal(Signal::TERM);
-    assert_eq!(daemon.wait(SOON), Some(0));
     let left = json(&command("job list", &store, &["--json"]).output().unwrap());
     assert_eq!(left["jobs"].as_array().unwrap().len(), 0, "{left}");
 }
@@ -219,7 +244,7 @@ fn the_name_of_a_run_is_enough_where_it_has_one_job() {
     eventually("its session has ended", SOON, || {
         let printed = told("job delete", &["run"]);
         printed.contains("deleted job run-1dad8fd8bc5ae5a4: ")
-            || !printed.contains("open or being deleted")
+            || !printed.contains(" is open in process ")
     });
     assert!(told("job show", &["run"]).contains("has no job run"));
 }

@@ -7,7 +7,9 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::proto;
 use rustix::process::Signal;
 
-use crate::common::{Control, Daemon, Session, Store, eventually, fill_tiles, open};
+use crate::common::{
+    Control, Daemon, Session, Store, eventually, fill_tiles, open, program, words,
+};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -42,7 +44,7 @@ fn host_memory_beyond_a_users_quota_is_refused_with_who_holds_it_and_given_back(
         .arena_bytes();
     let max = 2 * arena_bytes + 1;
     let quota = format!("[quota.uid.{}]\nhost_bytes_max = {max}\n", own_uid());
-    let (_store, daemon) = with(&quota);
+    let (store, daemon) = with(&quota);
     let mut control = daemon.control();
     assert_eq!(
         control.arena_free_bytes(),
@@ -61,11 +63,36 @@ fn host_memory_beyond_a_users_quota_is_refused_with_who_holds_it_and_given_back(
             "host_bytes_max",
         ],
     );
+    let listed = list_of_jobs(&store);
+    let line = format!("uid {}", own_uid());
+    let line = listed.lines().find(|one| one.starts_with(&line));
+    let columns: Vec<_> = line.expect(&listed).split_whitespace().collect();
+    let expected = ["2/32", "0/256", "4.0", "MiB/4.0", "MiB", "0", "bytes"];
+    assert_eq!(columns[2..], expected, "{listed}");
     drop(first);
     eventually("its memory is his again", SOON, || {
         control.arena_free_bytes() > arena_bytes
     });
     control.session("three");
+    let log = daemon.last_words();
+    let lines = |what: &str| log.lines().filter(|line| line.contains(what)).count();
+    let begun = format!(
+        "session begins uid={} pid={} host_memory=2.0 MiB",
+        own_uid(),
+        std::process::id()
+    );
+    assert_eq!(lines(&begun), 3, "{log}");
+    assert!(
+        log.contains("session ends") && log.contains("its process ended"),
+        "{log}"
+    );
+}
+
+/// Returns what `offloadd job list` prints.
+fn list_of_jobs(store: &Store) -> String {
+    let mut list = program();
+    list.args(["job", "list", "--config"]).arg(&store.config);
+    words(&list.output().unwrap())
 }
 
 #[test]
@@ -156,6 +183,11 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
     eventually("the limit is raised", SOON, || {
         control.define_tiles(define(&session, 16)).is_ok()
     });
+    let reserved_bytes = control.define_tiles(define(&session, 16)).unwrap();
+    let reserved_bytes = reserved_bytes.reserved_bytes;
+    let users = control.metrics(proto::MetricsRequest {}).unwrap().users;
+    let of = |user: &proto::UserMetrics| (user.device_bytes, user.device_bytes_max);
+    assert_eq!(of(&users[0]), (reserved_bytes, Some(4 << 20)));
     let second = control.session("second");
     let fault = control.define_tiles(define(&second, 24)).unwrap_err();
     assert!(fault.message.contains("(large "), "who holds it: {fault}");

@@ -5,10 +5,14 @@ use std::fmt::Write;
 use anyhow::Result;
 use offload_api::proto;
 use offload_support::units::{ApproxBytes, CountOf};
+use offloadd::core::UserState;
 use offloadd::device::{Device, DeviceBlocks};
+use offloadd::metrics::samples;
 use offloadd::store::content::JobContent;
 use offloadd::store::recover;
 use serde_json::{Value, json};
+
+use crate::cli::top::numbers;
 
 /// Reads the jobs from the devices of a store that no daemon serves; prints structures that are damaged to stderr.
 pub(super) fn read(devices: &[Device]) -> Result<Vec<proto::JobContent>> {
@@ -58,6 +62,14 @@ fn durability_name(durability: i32) -> &'static str {
     }
 }
 
+/// Names a process; 0 is one in another PID namespace.
+fn process(pid: u32) -> String {
+    match pid {
+        0 => "a process in another PID namespace".into(),
+        pid => format!("process {pid}"),
+    }
+}
+
 pub(super) fn text(job: &proto::JobContent) -> String {
     let kinds = job.kinds.iter().map(|kind| {
         let (bytes, name) = (ApproxBytes(kind.bytes), kind_name(kind.kind));
@@ -72,6 +84,10 @@ pub(super) fn text(job: &proto::JobContent) -> String {
         durability_name(job.durability),
         CountOf(job.nodes, "node")
     );
+    if !job.pids.is_empty() {
+        let pids: Vec<String> = job.pids.iter().map(|pid| process(*pid)).collect();
+        let _ = writeln!(text, "  open in {}", pids.join(", "));
+    }
     for record in &job.unreadable {
         let _ = writeln!(
             text,
@@ -99,8 +115,17 @@ pub(super) fn text(job: &proto::JobContent) -> String {
     text
 }
 
-pub(super) fn jobs_to_json(jobs: &[proto::JobContent]) -> Value {
-    json!({ "jobs": jobs.iter().map(to_json).collect::<Vec<_>>() })
+/// `users` is empty without a daemon, which has the quotas.
+pub(super) fn jobs_to_json(jobs: &[proto::JobContent], users: &[UserState]) -> Value {
+    let users = users.iter().map(|user| {
+        let mut value = numbers(samples::USER, user);
+        value["uid"] = user.uid.into();
+        value
+    });
+    json!({
+        "jobs": jobs.iter().map(to_json).collect::<Vec<_>>(),
+        "users": users.collect::<Vec<_>>(),
+    })
 }
 
 pub(super) fn to_json(job: &proto::JobContent) -> Value {
@@ -134,5 +159,6 @@ pub(super) fn to_json(job: &proto::JobContent) -> Value {
         "kinds": kinds.collect::<Vec<_>>(),
         "generations": generations.collect::<Vec<_>>(),
         "unreadable": job.unreadable,
+        "pids": job.pids,
     })
 }

@@ -9,6 +9,7 @@ use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use offload_api::proto;
 use offload_support::job_name::is_of_run;
+use offloadd::core::UserState;
 use offloadd::store::definition::JobName;
 
 use super::connection::runtime;
@@ -19,7 +20,7 @@ pub(super) use content::kind_name;
 
 #[derive(Subcommand)]
 pub(crate) enum JobCommand {
-    /// List your jobs, or all jobs for root, with owner, newest generation and space
+    /// List your jobs, or all jobs for root, with owner, newest generation, space and processes, and each user's quotas
     #[command(after_help = "Examples:
   offloadd job list                                           # the service's store
   offloadd job list --config runs/mine/offloadd/offloadd.toml # a run with a private daemon, running or not
@@ -31,7 +32,7 @@ pub(crate) enum JobCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Show one job in detail: its tiles and its generations
+    /// Show one job in detail: its tiles, its generations and the processes that have it open
     #[command(after_help = "Examples:
   offloadd job show qwen
   offloadd job show qwen --uid 1000                           # another user's job, as root
@@ -164,14 +165,14 @@ impl WhichJob {
 pub(crate) fn run(command: JobCommand) -> Result<()> {
     match command {
         JobCommand::List { store, json } => {
-            let jobs = jobs(&store)?;
+            let (jobs, users) = jobs_and_users(&store)?;
             super::print(&match json {
-                true => format!("{}\n", content::jobs_to_json(&jobs)),
-                false => list::table(&jobs),
+                true => format!("{}\n", content::jobs_to_json(&jobs, &users)),
+                false => list::table(&jobs, &users),
             })
         }
         JobCommand::Show { which, store, json } => {
-            let jobs = jobs(&store)?;
+            let (jobs, _) = jobs_and_users(&store)?;
             let job = which.find(&jobs)?;
             super::print(&match json {
                 true => format!("{}\n", content::to_json(job)),
@@ -192,12 +193,14 @@ pub(crate) fn run(command: JobCommand) -> Result<()> {
     }
 }
 
-/// Jobs of the store that the caller may see.
-fn jobs(store: &WhichStore) -> Result<Vec<proto::JobContent>> {
+/// Jobs of the store that the caller may see, and their users; no users without a daemon.
+fn jobs_and_users(store: &WhichStore) -> Result<(Vec<proto::JobContent>, Vec<UserState>)> {
     runtime()?.block_on(async {
         match holder(store).await? {
-            Holder::Daemon(mut daemon) => daemon.jobs().await,
-            Holder::Nobody(config) => content::read(&open_all(&config)?),
+            Holder::Daemon(mut daemon) => {
+                Ok((daemon.jobs().await?, daemon.snapshot().await?.users))
+            }
+            Holder::Nobody(config) => Ok((content::read(&open_all(&config)?)?, Vec::new())),
         }
     })
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::between::{TransferRates, before_of_device, before_of_job, continued};
 use super::table::blocked_on;
-use super::users;
+use super::users::{self, UserLine};
 
 pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
     let (before, seconds) = continued(before, now);
@@ -55,15 +55,26 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "interval_s": seconds,
         "read_only": now.read_only,
         "devices": devices.collect::<Vec<_>>(),
-        "users": users,
+        "users": users.iter().map(user).collect::<Vec<_>>(),
         "jobs": jobs.collect::<Vec<_>>(),
     });
     merge(&mut value, numbers(samples::DAEMON, now));
     value
 }
 
-/// Numbers of a device, a job or the daemon, by name; `null` if unknown.
-fn numbers<T: SampleOwner>(samples: &[Sample<T>], of: &T) -> Value {
+fn user(user: &UserLine) -> Value {
+    let mut value = json!({
+        "uid": user.state.uid,
+        "read_bytes_per_s": user.read_bytes_per_s,
+        "written_bytes_per_s": user.written_bytes_per_s,
+        "actual": user.actual,
+    });
+    merge(&mut value, numbers(samples::USER, user.state));
+    value
+}
+
+/// Numbers of a device, a user, a job or the daemon, by name; `null` if unknown.
+pub(in crate::cli) fn numbers<T: SampleOwner>(samples: &[Sample<T>], of: &T) -> Value {
     let printed = samples.iter().filter(|sample| sample.in_json);
     let numbers = printed.map(|sample| {
         let value = match (sample.value)(of) {

@@ -147,6 +147,9 @@ fn suspend() -> Result<()> {
     print(ENTER)
 }
 
+pub(super) use json::numbers;
+pub(super) use users::{quota_columns, quota_titles};
+
 enum TopContent {
     Snapshots(Box<(Snapshot, Snapshot)>),
     Trouble(String),

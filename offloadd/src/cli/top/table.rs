@@ -8,7 +8,7 @@ use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
 use super::between::{TransferRates, before_of_device, before_of_job, continued, since};
-use super::users::{self, UserLine};
+use super::users::{self, UserLine, quota_columns, quota_titles};
 
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     let (before, seconds) = continued(before, now);
@@ -109,24 +109,29 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
 
 /// Formats the users with sessions, each beside all others; nothing if there are none.
 fn users_at_work(users: &[UserLine]) -> Vec<String> {
-    let at_work = users.iter().filter(|user| user.session_count > 0);
+    let at_work = users.iter().filter(|user| user.state.session_count > 0);
     let mut lines: Vec<_> = at_work
         .map(|user| {
             format!(
-                "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
-                format!("uid {}", user.uid),
+                "{:<32} {:>9} {:>9} {:>6} {:>6} {}",
+                format!("uid {}", user.state.uid),
                 rate(user.read_bytes_per_s),
                 rate(user.written_bytes_per_s),
-                user.weight,
+                user.state.weight,
                 actual(user.actual),
-                user.session_count
+                quota_columns(user.state)
             )
         })
         .collect();
     if !lines.is_empty() {
         let head = format!(
-            "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
-            "user", "read", "write", "weight", "actual", "sessions"
+            "{:<32} {:>9} {:>9} {:>6} {:>6} {}",
+            "user",
+            "read",
+            "write",
+            "weight",
+            "actual",
+            quota_titles()
         );
         lines.splice(0..0, [String::new(), head]);
     }

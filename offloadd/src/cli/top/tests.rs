@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
-use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState};
+use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState, UserState};
 use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 use offloadd::quota::Weights;
 use offloadd::store::catalog::Phase;
@@ -102,6 +102,18 @@ fn snapshot_after(seconds: u64) -> Snapshot {
                 true,
             ),
         ],
+        users: vec![UserState {
+            uid: 1000,
+            weight: 300,
+            host_bytes: 1 << 30,
+            host_bytes_max: Some(32 << 30),
+            device_bytes: 2 << 30,
+            device_bytes_max: None,
+            session_count: 1,
+            sessions_max: 32,
+            job_count: 2,
+            jobs_max: 256,
+        }],
         jobs: vec![job("llama", 1, gathering), job("old", 0, CommitState::None)],
     }
 }
@@ -115,8 +127,8 @@ device                                read     write  busy queue      read p50/p
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us        3.8 GB
 ..directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -        0.0 MB  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
-user                                  read     write weight actual  sessions
-uid 1000                         12.4 GB/s 640.0 MB/s    300   100%         1
+user                                  read     write weight actual  sessions      jobs         host memory          on devices
+uid 1000                         12.4 GB/s 640.0 MB/s    300   100%      1/32     2/256    1.0 GiB/32.0 GiB             2.0 GiB
 
 job                                   read     write weight actual     slots  commit generation total written  blocked on
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        3.8 GB  8 reads, 1 write, commit (3 of 8 ranks)
@@ -242,6 +254,11 @@ fn json_keeps_its_names() {
          waits_for_start measured_read_bytes_per_s measured_write_bytes_per_s",
     );
     names(
+        &value["users"][0],
+        "uid weight session_count sessions_max job_count jobs_max host_bytes host_bytes_max device_bytes device_bytes_max \
+         read_bytes_per_s written_bytes_per_s actual",
+    );
+    names(
         &value["jobs"][0],
         "job uid session_count arena_bytes reserved_bytes damaged_count slot_count slot_used_count user_weight weight \
          actual reading_count writing_count blocked_on newest_generation working_generation commit_count commit_failed_count \
@@ -270,6 +287,10 @@ fn shared(seconds: u64) -> Snapshot {
         job(1000, "trial", [300, 100], 2_000_000_000),
         job(1001, "gpt", [100, 100], 2_000_000_000),
     ];
+    let mut other = look.users[0].clone();
+    (other.uid, other.weight) = (1001, 100);
+    look.users[0].session_count = 2;
+    look.users.push(other);
     look.devices[0].counts.read = traffic_of(8_000_000_000 * seconds, 3 * seconds, 1_200_000);
     look.devices[0].counts.written = Traffic::default();
     look

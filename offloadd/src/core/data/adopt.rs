@@ -152,8 +152,8 @@ impl Data {
         let live = (self.sessions.iter()).filter(|session| session.stage == Stage::Live);
         let sessions = live.filter_map(|session| {
             let place = place(&session.key)?;
-            let resumed = used[place].has_resumed(session.rank);
-            Some(session_state(session, place as u32, resumed, devices))
+            let rank = used[place].members.get(&session.rank)?;
+            Some(session_state(session, place as u32, *rank, devices))
         });
         let jobs = used.iter().map(|job| job_state(job, devices));
         (sessions.collect(), jobs.collect())
@@ -202,6 +202,7 @@ impl Data {
         };
         let job = self.jobs.existing(key);
         let state = RankState {
+            pid: checked.peer.pid,
             resumed: checked.resumed,
         };
         job.members.insert(checked.rank, state);
@@ -210,7 +211,6 @@ impl Data {
             key: key.clone(),
             rank: checked.rank,
             uid: checked.peer.uid,
-            pid: checked.peer.pid,
             token: checked.token,
             geometry: checked.geometry,
             iodepth: checked.iodepth,
@@ -494,7 +494,7 @@ fn check_tiles(
 fn session_state(
     session: &Session,
     job: u32,
-    resumed: bool,
+    rank: RankState,
     devices: &DeviceNumbers,
 ) -> message::HandoverSession {
     let classes = session
@@ -514,11 +514,11 @@ fn session_state(
         number: session.id.0,
         job,
         rank: session.rank.0,
-        pid: session.pid,
+        pid: rank.pid,
         token: session.token.0.to_vec(),
         classes: classes.collect(),
         iodepth: session.iodepth,
-        resumed,
+        resumed: rank.resumed,
         submission_head: 0,
         completion_tail: 0,
         scratch: scratch.collect(),

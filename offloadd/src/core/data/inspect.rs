@@ -57,7 +57,10 @@ impl JobTable {
         jobs.filter_map(|job| {
             let stored = job.stored.as_ref()?;
             let definition = &stored.table.definition;
-            Some(JobContent::new(&stored.entry, definition, &stored.slots))
+            Some(JobContent {
+                pids: job.pids(),
+                ..JobContent::new(&stored.entry, definition, &stored.slots)
+            })
         })
         .collect()
     }

@@ -50,9 +50,11 @@ pub(in crate::core) struct Job {
     pub(super) parked: Vec<ParkedWrite>,
 }
 
-/// Progress of one rank.
-#[derive(Clone, Copy, Debug, Default)]
+/// A rank that has a session, and its progress.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct RankState {
+    /// Process number, for messages; 0 if the process is in another PID namespace.
+    pub(super) pid: u32,
     /// Whether it has resumed, so that its session can read and write tiles.
     pub(super) resumed: bool,
 }
@@ -157,6 +159,16 @@ impl Job {
         self.poison.as_ref().or(self.gone.as_ref())
     }
 
+    /// Returns the processes that have it open, by rank.
+    pub(super) fn pids(&self) -> Vec<u32> {
+        self.members.values().map(|rank| rank.pid).collect()
+    }
+
+    /// Names the processes that have it open, for messages.
+    pub(super) fn processes(&self) -> String {
+        processes(&self.pids(), self.key.uid)
+    }
+
     /// Number of local ranks that may still join; 0 for a job that cannot continue.
     pub(super) fn ranks_to_come(&self) -> u32 {
         match self.unusable().or(self.broken.as_ref()) {
@@ -186,9 +198,10 @@ impl Job {
         if self.dropping {
             return busy(format!("job {name} is being deleted"));
         }
-        if self.members.contains_key(&rank) {
+        if let Some(state) = self.members.get(&rank) {
             return busy(format!(
-                "rank {rank} of job {name} is open already, or its last operations are still ending: try again"
+                "rank {rank} of job {name} is open already in {}, or its last operations are still ending: try again",
+                processes(&[state.pid], self.key.uid)
             ));
         }
         if self.members.is_empty() {
@@ -214,9 +227,24 @@ impl Job {
         }
         if self.members.len() >= self.local_ranks as usize {
             return busy(format!(
-                "all {local_ranks} local ranks of job {name} are open already"
+                "all {local_ranks} local ranks of job {name} are open already in {}",
+                self.processes()
             ));
         }
         Ok(())
+    }
+}
+
+/// Names processes of a user, for messages.
+fn processes(pids: &[u32], uid: u32) -> String {
+    const NAMED_MAX: usize = 8;
+    let mut names: Vec<String> = pids.iter().take(NAMED_MAX).map(u32::to_string).collect();
+    if pids.len() > NAMED_MAX {
+        names.push(format!("{} more", pids.len() - NAMED_MAX));
+    }
+    match pids {
+        [0] => format!("a process of uid {uid} in another PID namespace"),
+        [_] => format!("process {} of uid {uid}", names[0]),
+        _ => format!("processes {} of uid {uid}", names.join(", ")),
     }
 }

@@ -173,11 +173,22 @@ fn closed<'a>(job: Option<&'a Job>, key: &JobKey) -> Result<&'a StoredJob, Fault
             format!("uid {} has no job {}", key.uid, key.name),
         ));
     };
-    if !job.members.is_empty() || job.script.is_some() || job.dropping {
-        return Err(Fault::new(
-            FaultKind::Busy,
-            format!("job {} is open or being deleted: end it first", key.name),
+    let busy = |why| Err(Fault::new(FaultKind::Busy, why));
+    if !job.members.is_empty() {
+        return busy(format!(
+            "job {} is open in {}: end it first",
+            key.name,
+            job.processes()
         ));
+    }
+    if job.script.is_some() {
+        return busy(format!(
+            "a record of job {} is being written: try again",
+            key.name
+        ));
+    }
+    if job.dropping {
+        return busy(format!("job {} is being deleted", key.name));
     }
     Ok(stored)
 }

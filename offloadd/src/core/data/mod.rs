@@ -56,6 +56,7 @@ use tile_io::TileIo;
 
 pub use adopt::AdoptedSession;
 pub use inspect::{CommittedTile, CommittedTiles, TilePosition};
+pub use quota::UserState;
 pub use snapshot::{CommitState, JobState, Viewer};
 
 pub(super) use adopt::DeviceNumbers;

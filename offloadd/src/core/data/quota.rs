@@ -1,7 +1,7 @@
 //! Limits of the daemon, and quotas of users and jobs. A request beyond a quota is refused, and the refusal names what is taken and by which jobs.
 //! Granted resources are never taken back, so that a started job can continue.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use offload_api::IODEPTH_MIN;
 use offload_api::fault::{Fault, FaultKind};
@@ -13,8 +13,9 @@ use super::job::Job;
 use super::jobs::JobTable;
 use super::session::Session;
 use super::sessions::SessionTable;
+use super::snapshot::Viewer;
 use crate::core::{OpenSession, Peer};
-use crate::quota::{JOBS_A_USER_DEFAULT, Limits, Quota, Quotas};
+use crate::quota::{JOBS_A_USER_DEFAULT, Limits, Quota, Quotas, WEIGHT_DEFAULT};
 use crate::store::manifest::LOCAL_RANKS_MAX;
 
 /// Limits and quotas, and what they are compared with. Changes nothing.
@@ -37,6 +38,29 @@ struct ResourceUse {
     host_bytes: u64,
     sessions: u32,
     inflight: u32,
+}
+
+/// What a user has, and may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UserState {
+    pub uid: u32,
+    /// Weight in the drives' queues, beside other users.
+    pub weight: u32,
+    /// Host memory of the sessions.
+    pub host_bytes: u64,
+    /// Limit of `host_bytes`; `None`: the daemon's.
+    pub host_bytes_max: Option<u64>,
+    /// Space on all devices, of jobs and of the sessions' scratch tiles.
+    pub device_bytes: u64,
+    /// Limit of `device_bytes`; `None`: the devices' space.
+    pub device_bytes_max: Option<u64>,
+    pub session_count: u64,
+    /// Limit of `session_count`.
+    pub sessions_max: u64,
+    /// Jobs in the store, open or not.
+    pub job_count: u64,
+    /// Limit of `job_count`.
+    pub jobs_max: u64,
 }
 
 /// Holder of a quota.
@@ -134,6 +158,37 @@ impl Admission<'_> {
     fn sessions_max_of(&self, uid: u32) -> u32 {
         let quota = self.quotas.for_user(uid).sessions_max;
         quota.unwrap_or(self.limits.sessions_a_user())
+    }
+
+    /// Limit of a user's jobs in the store.
+    fn jobs_max_of(&self, uid: u32) -> u32 {
+        let quota = self.quotas.for_user(uid).jobs_max;
+        quota.unwrap_or(JOBS_A_USER_DEFAULT)
+    }
+
+    /// Returns the users of the jobs that `viewer` may see, by user ID.
+    pub(in crate::core) fn user_states(&self, viewer: Viewer) -> Vec<UserState> {
+        let seen = self.jobs.iter().filter(|job| viewer.sees(&job.key));
+        let uids: BTreeSet<u32> = seen.map(|job| job.key.uid).collect();
+        let states = uids.into_iter().map(|uid| {
+            let whose = QuotaHolder::User(uid);
+            let held = self.usage(whose);
+            let quota = self.quotas.for_user(uid);
+            let jobs = self.jobs.iter().filter(|job| whose.has(&job.key));
+            UserState {
+                uid,
+                weight: quota.weight.unwrap_or(WEIGHT_DEFAULT),
+                host_bytes: held.host_bytes,
+                host_bytes_max: quota.host_bytes_max,
+                device_bytes: self.usage_on_devices(whose),
+                device_bytes_max: quota.device_bytes_max,
+                session_count: held.sessions.into(),
+                sessions_max: self.sessions_max_of(uid).into(),
+                job_count: jobs.filter(|job| job.stored.is_some()).count() as u64,
+                jobs_max: self.jobs_max_of(uid).into(),
+            }
+        });
+        states.collect()
     }
 
     /// Number of local ranks of a job that have not joined, including the one that is joining.
@@ -267,7 +322,7 @@ impl Admission<'_> {
 
     /// Checks that a user with `held` jobs in the catalog may have one more.
     pub(in crate::core) fn admit_job(&self, key: &JobKey, held: usize) -> Result<(), Fault> {
-        let max = (self.quotas.for_user(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
+        let max = self.jobs_max_of(key.uid);
         if held < max as usize {
             return Ok(());
         }

@@ -27,8 +27,6 @@ pub(super) struct Session {
     pub(super) key: JobKey,
     pub(super) rank: Rank,
     pub(super) uid: u32,
-    /// Process number, for messages.
-    pub(super) pid: u32,
     pub(super) token: SessionToken,
     pub(super) geometry: Geometry,
     pub(super) iodepth: u32,
@@ -158,7 +156,11 @@ impl Data {
         let id = SessionId(ops.number());
         let job = self.jobs.get_or_new(&key, ops.device_count());
         job.local_ranks = open.local_ranks;
-        job.members.insert(open.rank, RankState::default());
+        let state = RankState {
+            pid: peer.pid,
+            resumed: false,
+        };
+        job.members.insert(open.rank, state);
         ops.push(Action::MakeArena {
             session: id,
             token: open.token,
@@ -173,7 +175,6 @@ impl Data {
             key,
             rank: open.rank,
             uid: peer.uid,
-            pid: peer.pid,
             token: open.token,
             geometry,
             iodepth,
