@@ -8,6 +8,7 @@ use offload_support::outln;
 use offload_support::paths::Word;
 use offload_support::units::CountOf;
 use serde_json::Value;
+use swapper::Daemon;
 use training_run::AskTorch;
 use training_run::config::{RunSettings, check};
 use training_run::data::{Corpus, DataError, Frame, length};
@@ -15,13 +16,14 @@ use training_run::plan::{
     CheckpointsPlan, Hardware, Overrides, Place, Plan, compare_places, read_model,
 };
 use training_run::weights::{WeightsError, look_for};
-use training_state::run::resolved;
-use training_state::store::{check_is_dir, check_mounted, free_bytes};
+use training_state::run::{RunId, resolved};
+use training_state::store::{StoreError, check_is_dir, check_mounted, free_bytes};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer init Qwen3-8B chats.jsonl                       # writes Qwen3-8B.toml
   trainer init Qwen3-8B chats.jsonl more/ --out run.toml
   trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1
+  trainer init Qwen3-8B chats.jsonl --set offload.socket=/run/offloadd/offloadd.sock   # state with a daemon that several users share
   trainer init Qwen3-8B-Base chats.jsonl --set data.chat_template=chatml   # for a tokenizer without a chat template";
 
 /// Template with which a run is planned if the tokenizer has none.
@@ -78,7 +80,10 @@ struct Draft<'a> {
     has_weights: bool,
     on_gpu: bool,
     place: Place,
+    /// Directories on drives; none if a shared daemon has the state.
     nvme: Vec<PathBuf>,
+    /// The shared daemon that keeps the state.
+    daemon: Option<Daemon>,
     validation_fraction: f64,
     /// Estimate of the steps of an epoch.
     epoch_steps: u64,
@@ -116,6 +121,12 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
     let name = name.unwrap_or("run".as_ref());
     let name = name.to_string_lossy().into_owned();
     let out = (args.out.clone()).unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
+    let is_shared = is_shared(&args.sets)?;
+    if is_shared && !args.nvme.is_empty() {
+        anyhow::bail!(
+            "--nvme and offload.socket: the daemon keeps the state on devices of its own: leave one of them out"
+        );
+    }
     let mut draft = Draft {
         args,
         torch,
@@ -125,11 +136,16 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
         micro_batch: STEP_SEQUENCES_MAX,
         has_weights: has_weights(dir)?,
         on_gpu: false,
-        place: Place::Host,
+        place: match is_shared {
+            true => Place::Drives,
+            false => Place::Host,
+        },
         nvme: match args.nvme.as_slice() {
+            _ if is_shared => Vec::new(),
             [] => vec![roomiest_drive()],
             given => given.to_vec(),
         },
+        daemon: None,
         validation_fraction: 0.0,
         epoch_steps: 1,
         has_completions: false,
@@ -199,9 +215,13 @@ fn roomiest_drive() -> PathBuf {
 impl Draft<'_> {
     /// Chooses micro-batch and place, and returns the run file with its plan.
     fn choose(&mut self) -> anyhow::Result<String> {
-        let hardware = Hardware::new(&self.settings()?, &Overrides::default(), self.torch);
-        self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
+        if let Some(socket) = &settings.offload.socket {
+            self.daemon = Some(Daemon::connect(socket).map_err(StoreError::Daemon)?);
+        }
+        let hardware = Hardware::new(&settings, &Overrides::default(), self.torch);
+        self.on_gpu = hardware.gpu.is_some();
+        settings = self.settings()?;
         let mut windows = match length(&settings) {
             Err(DataError::NoTemplate { names, .. }) => {
                 self.templates = Some(names);
@@ -234,6 +254,17 @@ impl Draft<'_> {
         while self.micro_batch > 0 {
             settings = self.settings()?;
             settings.set_windows(windows)?;
+            if let Some(daemon) = &self.daemon {
+                match shared_place(daemon, &settings, &hardware)? {
+                    Ok(place) => {
+                        self.place = place;
+                        return self.with_plan(hardware, windows);
+                    }
+                    Err(problems) => refused = problems,
+                }
+                self.micro_batch /= 2;
+                continue;
+            }
             let found = compare_places(&settings, &hardware);
             // Of equal steps the first is taken, which is the nearest place.
             let best = (found.iter())
@@ -317,7 +348,10 @@ impl Draft<'_> {
                 1,
             ),
         };
-        let drive = format!("{{ device = \"nvme\", nvme_path = {} }}", list(&self.nvme));
+        let drive = match self.nvme.as_slice() {
+            [] => "{ device = \"nvme\" }".to_owned(), // with the daemon of `offload.socket`
+            nvme => format!("{{ device = \"nvme\", nvme_path = {} }}", list(nvme)),
+        };
         let host = "{ device = \"cpu\" }".to_owned();
         let [param, optimizer] = match self.place {
             Place::Gpu => [None, None],
@@ -400,6 +434,38 @@ seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
         );
         with_sets(text, &self.args.sets)
     }
+}
+
+/// Returns the place where the shared `daemon` keeps the state of the run, if it leaves this user enough; otherwise everything that
+/// does not fit.
+///
+/// # Errors
+/// The run cannot be planned, or the daemon does not answer.
+fn shared_place(
+    daemon: &Daemon,
+    settings: &RunSettings,
+    hardware: &Hardware,
+) -> anyhow::Result<Result<Place, Vec<String>>> {
+    let job = RunId::for_dir(&resolved(&settings.train.run_dir)).0.job;
+    let mut refused = Vec::new();
+    // The daemon may leave less host memory than the machine has.
+    for place in [Place::DrivesAndHost, Place::Drives] {
+        let mut plan = place.plan(settings, hardware)?;
+        plan.check_daemon(daemon, &job)?;
+        if plan.problems().is_empty() {
+            return Ok(Ok(place));
+        }
+        refused = plan.problems().iter().map(ToString::to_string).collect();
+    }
+    Ok(Err(refused))
+}
+
+/// Whether `sets` name the socket of a shared daemon.
+fn is_shared(sets: &[String]) -> anyhow::Result<bool> {
+    let set: toml::Table = toml::from_str(&with_sets(String::new(), sets)?)?;
+    Ok(set
+        .get("offload")
+        .is_some_and(|offload| offload.get("socket").is_some()))
 }
 
 /// Sets keys in a run file, whose comments stay.

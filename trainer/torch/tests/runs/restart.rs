@@ -1,10 +1,11 @@
 //! Restarts the daemon during a run. Errors that this finds: the run ends, waits for ever, or continues with
 //! other bits.
 
+use std::path::Path;
 use std::process::Child;
 
 use crate::daemon::Daemon;
-use crate::harness::{Harness, finish, spawn, succeed, until};
+use crate::harness::{Harness, fail, finish, spawn, succeed, until};
 
 const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
 
@@ -59,6 +60,45 @@ fn a_fresh_start_that_a_shared_store_has_no_room_for_deletes_nothing() {
     let left = format!("on its devices, but offloadd lets this user have {free} now");
     assert!(planned.contains(&left), "{left} in {planned}");
     assert!(run().train().contains("resumed at step 2"));
+    init_makes_a_run_file_for_a_shared_daemon_that_trains(&harness, &daemon);
+}
+
+fn init_makes_a_run_file_for_a_shared_daemon_that_trains(harness: &Harness, daemon: &Daemon) {
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/hf/llama");
+    let file = harness.path("shared.toml");
+    let init = |model: &str, more: &[&str]| {
+        let mut command = harness.run("any", &[]).program();
+        command.arg("init").arg(model).arg(harness.path("text"));
+        command.arg("--out").arg(&file).args(more);
+        for set in daemon.socket() {
+            command.arg("--set").arg(set);
+        }
+        command
+    };
+    let refused = fail(init(fixture, &["--nvme", "."]));
+    assert!(refused.contains("--nvme and offload.socket"), "{refused}");
+    let large = harness.path("large.json");
+    let config = std::fs::read_to_string(Path::new(fixture).join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["intermediate_size"] = (1 << 18).into();
+    std::fs::write(&large, config.to_string()).unwrap();
+    let large = init(large.to_str().unwrap(), &["--set", "data.tokenizer=bytes"]);
+    let refused = fail(large);
+    let no_room = "on its devices, but offloadd lets this user have";
+    assert!(refused.contains(no_room), "{refused}");
+
+    succeed(init(fixture, &[]));
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert!(!written.contains("nvme_path"), "{written}");
+    let mut train = harness.run("any", &[]).program();
+    train.arg("train").arg(&file);
+    for set in ["train.seq_len=16", "train.steps=1", "train.threads=1"] {
+        train.arg("--set").arg(set);
+    }
+    let run_dir = format!("train.run_dir={}", harness.path("runs/shared").display());
+    train.arg("--set").arg(run_dir);
+    let said = succeed(train);
+    assert!(said.contains("started with the weights in "), "{said}");
 }
 
 #[test]
