@@ -224,8 +224,8 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
     let term = |wall, what, s| Term { wall, what, s };
     let (all_read, all_written) = (bytes.all_read_bytes(), bytes.all_written_bytes());
     let mut terms = vec![
-        term(Wall::Writes, "W/w", writing(all_written)),
-        term(Wall::Reads, "R/r", reading(all_read)),
+        term(Wall::Writes, "all writes", writing(all_written)),
+        term(Wall::Reads, "all reads", reading(all_read)),
         term(Wall::Bus, "bus", rates.bus_s),
         term(Wall::Network, "network", rates.network_s),
     ];
@@ -236,11 +236,23 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
             let grads_s = rates.forward_s + writing(staged(bytes.grad_written_bytes));
             let read_s = reading(staged(bytes.forward_read_bytes));
             terms.extend([
-                term(Wall::Compute, "t_bwd + t_fwd", after(rates.forward_s)),
-                term(Wall::Update, "t_bwd + t_update", after(rates.update_s)),
-                term(Wall::Writes, "t_bwd + (W-S)/w", after(written_s)),
-                term(Wall::Reads, "t_bwd + (R_fwd-S)/r", after(read_s)),
-                term(Wall::Writes, "t_fwd + (G-S)/w", grads_s),
+                term(Wall::Compute, "backward + forward", after(rates.forward_s)),
+                term(Wall::Update, "backward + update", after(rates.update_s)),
+                term(
+                    Wall::Writes,
+                    "backward + writes beyond staging",
+                    after(written_s),
+                ),
+                term(
+                    Wall::Reads,
+                    "backward + forward's reads beyond staging",
+                    after(read_s),
+                ),
+                term(
+                    Wall::Writes,
+                    "forward + gradients' writes beyond staging",
+                    grads_s,
+                ),
             ]);
         }
         Schedule::Immediate => {
@@ -478,13 +490,13 @@ mod tests {
         let (bytes, rates) = large(1.0, 305.0);
         let one = bound(Schedule::Deferred, &bytes, &rates);
         assert_eq!(one.wall, Wall::Writes);
-        assert_eq!(one.terms[0].what, "t_bwd + (W-S)/w");
+        assert_eq!(one.terms[0].what, "backward + writes beyond staging");
         let staged = StepRates {
             staging_bytes: staging_needed_bytes(&bytes, &rates),
             ..rates
         };
         let one = bound(Schedule::Deferred, &bytes, &staged);
-        assert_eq!((one.wall, one.terms[0].what), (Wall::Writes, "W/w"));
+        assert_eq!((one.wall, one.terms[0].what), (Wall::Writes, "all writes"));
         assert!((one.s - bytes.written_bytes / 3.2e9).abs() < 1e-9);
         assert!(one.terms.is_sorted_by(|a, b| a.s >= b.s));
         // TFLOPS at the bound: 26 to 31 for one drive, 105 to 126 for four.

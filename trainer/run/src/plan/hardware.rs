@@ -186,8 +186,10 @@ impl Hardware {
             (_, Some(memory_bytes)) => (Some(given_gpu(memory_bytes)), String::new()),
             (_, None) => match find_gpu(settings.local_ranks, torch) {
                 Ok(found) => (Some(found), String::new()),
-                // The caller's message already says that there is no GPU.
-                Err(AcceleratorError::Gpu(GpuError::NoDevice { message })) => (None, message),
+                // One vendor's library may be there for another package's sake.
+                Err(AcceleratorError::Gpu(GpuError::NoDevice { message })) => {
+                    (None, format!("no NVIDIA or AMD GPU answers ({message})"))
+                }
                 Err(error) => {
                     let absent =
                         matches!(&error, AcceleratorError::Gpu(error) if error.is_absent());

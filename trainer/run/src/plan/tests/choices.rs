@@ -14,7 +14,7 @@ fn all_state_on_drives_is_bound_by_their_writes() {
         assert!((least..most).contains(&tflops(&plan)), "{}", tflops(&plan));
         assert_eq!(plan.bound.wall, swapper::Wall::Writes);
         assert_eq!(
-            plan.bound.terms[0].what, "W/w",
+            plan.bound.terms[0].what, "all writes",
             "staging does not limit the step"
         );
         let chosen = plan.memory.staging_bytes() as f64;
@@ -229,7 +229,7 @@ fn staging_fits_in_the_rest_of_host_memory() {
     let plan = plan(&large("nvme", "nvme", &[]), &machine);
     plan.check().unwrap();
     assert!(plan.memory.staging_bytes() < 2 * GIB);
-    assert_eq!(plan.bound.terms[0].what, "t_bwd + (W-S)/w");
+    assert_eq!(plan.bound.terms[0].what, "backward + writes beyond staging");
     assert!(
         plan.to_string()
             .contains("the step would be shorter with more")

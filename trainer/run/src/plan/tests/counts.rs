@@ -67,7 +67,7 @@ fn the_report_has_its_documented_names() {
         ("/chosen/optimizer_device", json!("cpu")),
         ("/chosen/param_resident_fraction", json!(0.0)),
         ("/bound/wall", json!("device writes")),
-        ("/bound/terms/0/what", json!("W/w")),
+        ("/bound/terms/0/what", json!("all writes")),
         ("/hardware/read_bytes_per_s/source", json!("given")),
         ("/ranks", json!(1)),
     ] {
