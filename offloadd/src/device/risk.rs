@@ -3,6 +3,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use offload_support::file_systems;
 use offload_support::paths::Word;
 use rustix::fs::IFlags;
 
@@ -70,20 +71,18 @@ impl Device {
 /// Returns the risk of a file system, known by the magic number of `statfs`. `in_place`: whether the file is overwritten in place even
 /// where others are not.
 fn of_file_system(magic: u64, in_place: impl Fn() -> bool) -> Option<Risk> {
-    let name = match magic & 0xffff_ffff {
-        0x0102_1994 => "tmpfs",
-        0x8584_58f6 => "ramfs",
-        0x9123_683e => "btrfs",
-        0x2fc1_2fc1 => "zfs",
-        0xca45_1a4e => "bcachefs",
-        _ => return None,
-    };
-    if let "tmpfs" | "ramfs" = name {
+    if let Some(name) = file_systems::in_memory(magic) {
         return Some(Risk {
             what: format!("{name} {IN_MEMORY}"),
             fix: "use a directory on a drive".into(),
         });
     }
+    let name = match magic & 0xffff_ffff {
+        0x9123_683e => "btrfs",
+        0x2fc1_2fc1 => "zfs",
+        0xca45_1a4e => "bcachefs",
+        _ => return None,
+    };
     (!in_place()).then(|| Risk {
         what: format!(
             "{name} never overwrites in place, so the file's space is not reserved: writes fail when the file system is full, and with \

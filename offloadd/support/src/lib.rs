@@ -9,6 +9,7 @@
 //! - [`aligned`]: memory for direct I/O;
 //! - `documents`: manual pages and completions of a program, with the feature of this name;
 //! - [`signals`]: signals that a program was started to ignore, or survives;
+//! - [`file_systems`]: which of them keep their files in memory;
 //! - [`energy`]: joules of a GPU and of processors, by their counters;
 //! - [`job_name`]: names of the jobs of runs;
 //! - [`gpu_facts`]: what `trainer` tells `offloadd doctor` of GPUs;
@@ -25,6 +26,7 @@ pub mod console;
 #[cfg(feature = "documents")]
 pub mod documents;
 pub mod energy;
+pub mod file_systems;
 pub mod gpu_facts;
 pub mod job_name;
 pub mod memory;

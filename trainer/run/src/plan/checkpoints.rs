@@ -9,6 +9,7 @@ use super::figures::{Of, Seconds};
 use super::{Figure, Plan};
 use crate::config::{Durability, Interval, RunSettings, TrainSettings};
 use training_state::checkpoint_tap::BUFFERS;
+use training_state::store::is_in_memory;
 
 /// Most of a run's time that checkpoints may take at an interval that is proposed.
 const SHARE_MAX: f64 = 0.02;
@@ -110,6 +111,13 @@ impl Plan {
         let (train, offload) = (&settings.train, &settings.offload);
         if train.checkpoint_every != Interval::Never || train.steps == 0 {
             return None;
+        }
+        if let Some(dir) = (settings.placement.nvme_paths.iter()).find(|dir| is_in_memory(dir)) {
+            return Some(format!(
+                "nvme_path: {} keeps its files in memory: a power cut or a restart of the machine loses the run, and no checkpoints are made. Name a \
+                 directory on a drive, or set train.checkpoint_every, for example \"30min\"",
+                dir.display()
+            ));
         }
         let evaluates = train.eval_every != Interval::Never;
         let (lost, why) = match settings.placement.has_store() {

@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::file_systems;
 use offload_support::paths::RelativeTo;
 use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
@@ -152,6 +153,12 @@ pub fn file_system(path: &Path) -> std::io::Result<u64> {
 pub fn free_bytes(path: &Path) -> std::io::Result<u64> {
     let space = rustix::fs::statvfs(existing(path))?;
     Ok(space.f_bavail.saturating_mul(space.f_frsize))
+}
+
+/// Whether the files of `path`, or of its first existing parent, are in memory: they do not survive a restart of the machine.
+pub fn is_in_memory(path: &Path) -> bool {
+    let found = rustix::fs::statfs(existing(path));
+    found.is_ok_and(|found| file_systems::in_memory(found.f_type as u64).is_some())
 }
 
 /// Returns `path` or its first existing parent.

@@ -11,7 +11,7 @@ pub use daemon::{
 };
 pub use dir::{
     StoreError, StoreSpace, check_dirs, check_is_dir, check_space, file_system, free_bytes,
-    space_needed,
+    is_in_memory, space_needed,
 };
 pub use mounts::{NotMounted, check_mounted, remember_mounts};
 pub use relocate::Relocation;

@@ -277,6 +277,13 @@ fn a_drive_that_is_not_mounted_is_not_replaced_by_the_disk_below() {
             continue;
         }
         assert!(output.status.success(), "{:?}", words(&output));
+        if std::ptr::eq(run, &nvme) {
+            let warned = words(&output).0;
+            let warned = warned.contains(
+                " keeps its files in memory: a power cut or a restart of the machine loses the run",
+            );
+            assert!(warned, "{:?}", words(&output));
+        }
         let refused = fail(with_state(run.command("train")));
         assert!(
             refused.contains("is on a drive that is not mounted: ")
