@@ -75,7 +75,8 @@ pub enum ClientError {
     Refused(#[from] Fault),
     /// The session is over: operations in flight do not come back.
     #[error(
-        "the daemon on {} has ended or has closed this session; {} says why. Committed state is safe",
+        "the daemon on {} has ended or has closed this session; {} says why, or nothing if the daemon was killed (out of memory: see `dmesg`). \
+         Committed state is safe",
         socket.display(),
         log_of(socket)
     )]
@@ -153,7 +154,7 @@ pub enum TileError {
     /// The bytes read do not match their checksum.
     #[error(
         "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, and \
-         two reads did not return it (the second one: {found:08x}); `offloadd verify` lists all damage. A job with a damaged tile goes on \
+         two reads did not return it (the second one: {found:08x}); `offloadd verify` lists all damage. A job with a damaged tile resumes \
          from a checkpoint that was made before (`trainer train RUN.toml --resume-from STEP`), or begins again",
         device.display()
     )]

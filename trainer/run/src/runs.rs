@@ -19,8 +19,7 @@ use training_state::run::{
 };
 use training_state::store::{is_package_run, job_of, link_of};
 
-/// File in a run directory with all settings of the newest start.
-pub const SETTINGS_FILE: &str = "settings.toml";
+pub use training_settings::SETTINGS_FILE;
 
 /// Version of the list's JSON format; raised when a field changes its name or meaning.
 const LIST_VERSION: u32 = 1;

@@ -1,14 +1,29 @@
 //! Errors in settings, each with the key and what to do.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use offload_support::paths::RelativeTo;
+
+/// File in a run directory with all settings of the newest start, as a run file.
+pub const SETTINGS_FILE: &str = "settings.toml";
+
+/// Says how a run's directory, which is no run file, leads to one; empty for other paths.
+fn advice_for(path: &Path) -> String {
+    let settings = path.join(SETTINGS_FILE);
+    match settings.is_file() {
+        true => format!(
+            "; it is a run's directory, whose settings are in {}",
+            settings.display()
+        ),
+        false => String::new(),
+    }
+}
 
 /// Error in a run's settings. Nothing has been created or changed when it is returned.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     /// The file cannot be read.
-    #[error("cannot read {what} {}{}: {source}", path.display(), RelativeTo::after(path, source))]
+    #[error("cannot read {what} {}{}: {source}{}", path.display(), RelativeTo::after(path, source), advice_for(path))]
     Read {
         what: &'static str,
         path: PathBuf,

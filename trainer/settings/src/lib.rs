@@ -26,7 +26,7 @@ pub mod source;
 pub mod toml;
 mod values;
 
-pub use error::SettingsError;
+pub use error::{SETTINGS_FILE, SettingsError};
 pub use parse::{ParsedSettings, parse};
 pub use rate::Rate;
 pub use reader::{Reader, Remarks, WrittenFor};

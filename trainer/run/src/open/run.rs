@@ -207,7 +207,7 @@ pub(super) fn resume(
     }
     if divides_anew && state.step > 0 {
         say(format!(
-            "note: the data is divided into other windows: the run goes on at window {} of them, which may repeat or leave out text",
+            "note: the data is divided into other windows: the run resumes at window {} of them, which may repeat or leave out text",
             state.next_sample
         ));
     }

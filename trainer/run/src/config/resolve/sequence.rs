@@ -26,7 +26,7 @@ pub(super) fn ranks(config: &ConfigToml, ranks: Option<u32>) -> Result<u32, Sett
         Some(ranks) if !u64::from(ranks).is_multiple_of(count) => Err(value(
             KEY,
             format!(
-                "{count}: the run has {}, which is no multiple of it: start a multiple of {count}, or leave it out",
+                "{count}: the run has {}, which is no multiple of it: start a multiple of {count} (`trainer launch --nproc {count}`), or leave it out",
                 CountOf(ranks, "rank")
             ),
         )),
@@ -57,17 +57,23 @@ pub(super) fn check(
             )),
         };
     };
-    let fits = |count: &usize| {
-        ranks.is_none_or(|ranks| (ranks as usize).is_multiple_of(*count))
-            && refusal(*count, seq_len, model).is_none()
-    };
-    let fitting: Vec<String> = (2..=model.heads)
-        .filter(fits)
-        .map(|count| count.to_string())
+    let all: Vec<usize> = (2..=model.heads)
+        .filter(|count| refusal(*count, seq_len, model).is_none())
         .collect();
-    let advice = match fitting.is_empty() {
-        true => "no other number of ranks can divide it either: leave the setting out".to_owned(),
-        false => format!("these numbers can: {}", fitting.join(", ")),
+    let of_ranks =
+        |count: &&usize| ranks.is_none_or(|ranks| (ranks as usize).is_multiple_of(**count));
+    let here: Vec<&usize> = all.iter().filter(of_ranks).collect();
+    let list = |counts: &[&usize]| {
+        let counts: Vec<String> = counts.iter().map(ToString::to_string).collect();
+        counts.join(", ")
+    };
+    let advice = match (here.as_slice(), all.as_slice()) {
+        ([], []) => "no number of ranks can divide it: leave the setting out".to_owned(),
+        ([], all) => format!(
+            "these numbers can, with a multiple of as many ranks (`trainer launch --nproc N`): {}",
+            list(&all.iter().collect::<Vec<_>>())
+        ),
+        (here, _) => format!("these numbers can: {}", list(here)),
     };
     Err(value(KEY, format!("{count}: {why}; {advice}")))
 }

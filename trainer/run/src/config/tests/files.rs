@@ -143,6 +143,13 @@ fn toml_and_json_files_mean_the_same() {
             .to_string()
             .contains("cannot read the run file /nowhere.toml")
     );
+    let run_dir = dir.path();
+    std::fs::write(run_dir.join("settings.toml"), "").unwrap();
+    let text = read_file(run_dir).unwrap_err().to_string();
+    assert!(
+        text.contains("it is a run's directory, whose settings are in "),
+        "{text}"
+    );
 }
 
 #[test]

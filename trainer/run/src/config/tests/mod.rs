@@ -194,7 +194,9 @@ fn sequences_that_ranks_cannot_divide_are_refused_with_numbers_that_can() {
             2,
             Some(1),
             none(),
-            Some("2: the run has 1 rank, which is no multiple of it: start a multiple of 2"),
+            Some(
+                "2: the run has 1 rank, which is no multiple of it: start a multiple of 2 (`trainer launch --nproc 2`)",
+            ),
         ),
         (
             2,
@@ -234,7 +236,16 @@ fn sequences_that_ranks_cannot_divide_are_refused_with_numbers_that_can() {
             2,
             Some(2),
             [heads(3, 3), vec![("model.head_dim", json!(16))]].concat(),
-            Some("no other number of ranks can divide it either"),
+            Some("no number of ranks can divide it"),
+        ),
+        // Two and four can divide it, but not three.
+        (
+            3,
+            Some(3),
+            none(),
+            Some(
+                "these numbers can, with a multiple of as many ranks (`trainer launch --nproc N`): 2, 4",
+            ),
         ),
         (
             2,

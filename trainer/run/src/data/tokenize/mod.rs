@@ -234,7 +234,7 @@ impl Tokenizer {
         if kind == DocumentKind::Text && encoding.loss_on == LossOn::Completions {
             return Err(DataError::Setting {
                 key: "data.loss_on",
-                message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, but this is text".into(),
+                message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, but this is text: leave the setting out".into(),
             });
         }
         match self {

@@ -51,7 +51,7 @@ const NAMED: [(&str, &str); 10] = [
         "{% set named = namespace(system='') %}{% for message in messages %}\
          {% if message.role == 'system' %}{% set named.system = '<<SYS>>\\n' + message.content + '\\n<</SYS>>\\n\\n' %}\
          {% elif message.role == 'assistant' %}{{ ' ' + message.content | trim + ' ' + eos_token }}\
-         {% else %}{{ bos_token + '[INST] ' + named.system + message.content | trim + ' [/INST]' }}{% set named.system = '' %}\
+         {% else %}{{ (bos_token or '') + '[INST] ' + named.system + message.content | trim + ' [/INST]' }}{% set named.system = '' %}\
          {% endif %}{% endfor %}",
     ),
     (

@@ -160,10 +160,7 @@ fn architecture(
                 supported()
             )
         } else {
-            format!(
-                "supported: {}; the Python package offloadd trains other PyTorch models (docs/pytorch.md)",
-                supported()
-            )
+            format!("supported: {}; {PACKAGE}", supported())
         },
     })
 }
@@ -204,6 +201,9 @@ fn common_names(
     Ok(values)
 }
 
+/// What trains models of other forms.
+const PACKAGE: &str = "the Python package offloadd trains other PyTorch models (docs/pytorch.md)";
+
 /// Removes keys without effect and refuses those that would make it another model; calls `unknown` for other
 /// keys.
 fn check_keys(
@@ -223,7 +223,7 @@ fn check_keys(
                 return Err(ConfigError::Unsupported {
                     key,
                     value: value.to_string(),
-                    supported: (*supported).into(),
+                    supported: format!("{supported}; {PACKAGE}"),
                 });
             }
         } else if !keys::WITHOUT_EFFECT.contains(&key.as_str())
@@ -367,7 +367,7 @@ fn window(
                     key: "layer_types".into(),
                     value: types.to_string(),
                     supported: format!(
-                        "with these settings transformers computes {layers} layers of \"{kind}\" in a {} model",
+                        "with these settings transformers computes {layers} layers of \"{kind}\" in a {} model; {PACKAGE}",
                         architecture.model_type()
                     ),
                 });
@@ -410,8 +410,9 @@ fn first_windowed_layer(layers: usize, table: &ConfigTable) -> Result<usize, Con
         return Err(ConfigError::Unsupported {
             key: "layer_types".into(),
             value: types.to_string(),
-            supported: "layers with full attention must come before those with a sliding window"
-                .into(),
+            supported: format!(
+                "it must name {layers} layers, those with full attention before those with a sliding window; {PACKAGE}"
+            ),
         });
     }
     Ok(full)

@@ -3,6 +3,7 @@
 
 use serde_json::{Map, Value};
 
+use super::PACKAGE;
 use super::table::{ConfigTable, wrong_type};
 use crate::model::{ConfigError, ModelConfig, RopeScaling, Yarn};
 
@@ -107,8 +108,8 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
         None => {}
         Some(kind) if KINDS.iter().any(|known| kind == known) => {}
         Some(kind) if kind == "longrope" => {
-            let why = "its frequencies depend on the longest position of each batch. The Python package offloadd trains such models (docs/pytorch.md)";
-            return refuse("rope_type", kind, why.into());
+            let why = "its frequencies depend on the longest position of each batch";
+            return refuse("rope_type", kind, format!("{why}; {PACKAGE}"));
         }
         Some(kind) => return refuse("rope_type", kind, format!("use one of {kinds}")),
     }
