@@ -206,9 +206,14 @@ fn fix_of(error: &DeviceError, path: &Path) -> String {
     }
 }
 
+/// Where administrators change the service's unit.
+const DROP_INS: &str = "/etc/systemd/system/offloadd.service.d";
+
 fn read_write_paths(path: &Path) -> String {
+    // The same file as in docs/administration.md and offloadd.service.
     format!(
-        "systemctl edit offloadd, and add: [Service] ReadWritePaths={}",
+        "if this is the service: mkdir -p {DROP_INS} && printf '[Service]\\nReadWritePaths=-{}\\n' >> {DROP_INS}/store.conf && systemctl \
+         daemon-reload; otherwise mount the file system writable",
         path.parent().unwrap_or(path).display()
     )
 }
