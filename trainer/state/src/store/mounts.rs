@@ -45,7 +45,7 @@ pub fn check_mounted(path: &Path) -> Result<(), NotMounted> {
     let fstab = fs::read("/etc/fstab").unwrap_or_default();
     let remembered = remembered_file().map(|file| (fs::read(&file).unwrap_or_default(), file));
     let why = missing(path, &mounted, &of_fstab(&fstab)).map(|point| {
-        let (shown, word) = (point.display(), Word(&point));
+        let (shown, word) = (point.display(), Word(point));
         format!("/etc/fstab has the mount point {shown}: mount it (`mount {word}`)")
     });
     let why = why.or_else(|| {
