@@ -133,10 +133,16 @@ mod tests {
     /// Compares with the formats of the families' own models, written by hand.
     #[test]
     fn a_named_template_has_the_format_of_its_family() {
-        let mut special = Special::default();
-        for (name, token) in [("bos_token", "<s>"), ("eos_token", "</s>")] {
-            special.tokens.insert(name.into(), token.into());
-        }
+        let special = |tokens: &[(&str, &str)]| {
+            let mut special = Special::default();
+            for (name, token) in tokens {
+                special.tokens.insert((*name).into(), (*token).into());
+            }
+            special
+        };
+        let end = ("eos_token", "</s>");
+        let without = special(&[end]);
+        let special = special(&[("bos_token", "<s>"), end]);
         let turns = [
             ("system", "be brief"),
             ("user", "why?"),
@@ -208,6 +214,10 @@ mod tests {
                 .map(|range| &chat.text[range.clone()])
                 .collect();
             assert_eq!(found, said, "{name}");
+            // A tokenizer may have no token that begins a text.
+            let template = Template::new(named(Path::new(name)).unwrap(), None, &without).unwrap();
+            let chat = template.texts_counted(&conversation).unwrap().remove(0);
+            assert_eq!(chat.text, text.replace("<s>", ""), "{name}");
         }
         let found = tokens("<|im_start|>user\n<<SYS>>\n1 < 2 > 0<|im_end|>\n");
         assert_eq!(Vec::from_iter(found), ["<|im_end|>", "<|im_start|>"]);
