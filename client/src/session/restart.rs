@@ -30,10 +30,13 @@ const NEXT_WAIT: Duration = Duration::from_secs(10);
 /// How long an open waits where nobody listens on the socket: a daemon that has just bound it, or one that was killed.
 const LISTEN_WAIT: Duration = Duration::from_secs(1);
 
-/// Attempts to open a session. A daemon that stops, or that is being replaced, is waited for; one that was never there is not.
+/// Attempts to open a session. A daemon that stops, or that is being replaced, is waited for, and one that can open it soon; one that was never
+/// there is not.
 #[derive(Debug)]
 pub(super) struct Attempts {
     began: Instant,
+    /// Whether the log says what is waited for.
+    told: bool,
     /// Error with which a daemon was lost that had answered or listened, and when.
     lost: Option<(Instant, ClientError)>,
 }
@@ -42,6 +45,7 @@ impl Attempts {
     pub(super) fn begin() -> Self {
         Self {
             began: Instant::now(),
+            told: false,
             lost: None,
         }
     }
@@ -50,6 +54,10 @@ impl Attempts {
     pub(super) fn again_after(&mut self, error: ClientError) -> Result<(), ClientError> {
         let again = match &error {
             ClientError::Refused(fault) if fault.kind == FaultKind::Queued => {
+                if !self.told && self.began.elapsed() > QUIET {
+                    self.told = true;
+                    tracing::warn!("waiting for offloadd: {}", fault.message);
+                }
                 self.began.elapsed() < LONG_WAIT
             }
             ClientError::Connect { source, .. } => {

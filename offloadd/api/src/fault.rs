@@ -52,7 +52,7 @@ pub enum FaultKind {
     Stopping = 23,
     /// No such job or session.
     NotFound = 24,
-    /// The user has too many new sessions that no process has fetched yet: ask again in a moment.
+    /// Not yet, but soon: the user has too many new sessions that no process has fetched, or the job's last operations are still ending.
     Queued = 25,
 }
 

@@ -183,7 +183,9 @@ fn a_dead_process_keeps_its_arena_until_its_io_has_ended() {
         session: process.session,
     });
     assert_eq!(world.dropped, [], "its writes are still in flight");
-    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Busy);
+    // The process that follows waits: this rank, and the other one of two.
+    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Queued);
+    assert_eq!(kind(world.open(&job("a"), 1, 2)), FaultKind::Queued);
     world.run();
     assert_eq!(world.engine.strays_count, 0);
     assert_eq!(world.dropped, [process.session]);

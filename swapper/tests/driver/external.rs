@@ -44,7 +44,7 @@ fn open(
     let held = CallerTiles::default();
     let worker = || Box::new(Holder(held.clone())) as Box<dyn Optimizer<u64>>;
     let workers = || (0..3).map(|_| worker()).collect();
-    let (mut swapper, opened) = toy::open_soon(&settings, workers).unwrap();
+    let (mut swapper, opened) = Swapper::open(settings.clone(), workers()).unwrap();
     assert_eq!(swapper.external_units(), external);
     let step = match &opened.resumed {
         Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),

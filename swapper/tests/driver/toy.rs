@@ -1,15 +1,12 @@
 //! A toy model over real tiles, and the expected result of its training, computed on plain vectors.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
 
 use swapper::{
-    Backing, FaultKind, Op, OpenReport, Optimizer, Part, PartMut, Schedule, ScratchSettings,
-    Staging, StepIo, StepProgram, Swapper, SwapperError, SwapperSettings, TileBytes, TileRange,
-    TileUpdate, UninitTile, UnitShape,
+    Backing, Op, OpenReport, Optimizer, Part, PartMut, Schedule, ScratchSettings, Staging, StepIo,
+    StepProgram, Swapper, SwapperError, SwapperSettings, TileBytes, TileRange, TileUpdate,
+    UninitTile, UnitShape,
 };
-
-use crate::store::SOON;
 
 /// Several tiles per unit, odd lengths, and one unit of a single tile.
 pub(crate) const UNITS: [u64; 4] = [70_000, 20_001, 4096, 33_333];
@@ -166,30 +163,11 @@ pub(crate) fn all(byte: u8) -> impl FnMut(&mut [PartMut]) -> Result<(), SwapperE
     }
 }
 
-/// Opens a swapper with `workers`. One of the same job that was dropped may still have operations under way, which the daemon waits for.
-pub(crate) fn open_soon(
-    settings: &SwapperSettings,
-    workers: impl Fn() -> Vec<Box<dyn Optimizer<u64>>>,
-) -> Result<(Swapper<u64>, OpenReport), SwapperError> {
-    let until = Instant::now() + SOON;
-    loop {
-        let opened = Swapper::open(settings.clone(), workers());
-        match opened.as_ref().map_err(SwapperError::cause) {
-            Err(SwapperError::Client { source, .. })
-                if source.fault() == Some(FaultKind::Busy) && Instant::now() < until =>
-            {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            _ => return opened,
-        }
-    }
-}
-
 /// Opens a swapper, fills it if nothing was committed, and returns its step.
 pub(crate) fn open(
     settings: &SwapperSettings,
 ) -> Result<(Swapper<u64>, OpenReport, u64), SwapperError> {
-    let (mut swapper, opened) = open_soon(settings, workers)?;
+    let (mut swapper, opened) = Swapper::open(settings.clone(), workers())?;
     let step = match &opened.resumed {
         Some(blob) => u64::from_le_bytes(blob[..].try_into().unwrap()),
         None => {

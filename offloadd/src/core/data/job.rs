@@ -1,6 +1,6 @@
 //! A job in memory: its members (sessions), its working generation, and its state on the devices.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
@@ -188,10 +188,16 @@ impl Job {
         self.members.get(&rank).is_some_and(|state| state.resumed)
     }
 
-    /// Checks that a rank may join.
-    pub(super) fn check_member(&self, rank: Rank, local_ranks: u32) -> Result<(), Fault> {
+    /// Checks that a rank may join. The sessions of the ranks `ending` wait for their last operations only.
+    pub(super) fn check_member(
+        &self,
+        rank: Rank,
+        local_ranks: u32,
+        ending: &BTreeSet<Rank>,
+    ) -> Result<(), Fault> {
         let name = &self.key.name;
         let busy = |why: String| Err(Fault::new(FaultKind::Busy, why));
+        let soon = |why: String| Err(Fault::new(FaultKind::Queued, why));
         if let Some(fault) = &self.broken {
             return Err(fault.clone());
         }
@@ -199,18 +205,24 @@ impl Job {
             return busy(format!("job {name} is being deleted"));
         }
         if let Some(state) = self.members.get(&rank) {
-            return busy(format!(
-                "rank {rank} of job {name} is open already in {}, or its last operations are still ending: try again",
-                processes(&[state.pid], self.key.uid)
-            ));
+            let process = processes(&[state.pid], self.key.uid);
+            return match ending.contains(&rank) {
+                true => soon(format!(
+                    "the last operations of rank {rank} of job {name} in {process} are still ending"
+                )),
+                false => busy(format!(
+                    "rank {rank} of job {name} is open already in {process}"
+                )),
+            };
         }
         if self.members.is_empty() {
             if self.script.is_some() {
-                return busy(format!(
-                    "the last commit of job {name} is still ending: try again"
-                ));
+                return soon(format!("the last commit of job {name} is still ending"));
             }
             return Ok(());
+        }
+        if self.members.keys().all(|member| ending.contains(member)) {
+            return soon(format!("the other ranks of job {name} are still ending"));
         }
         // Before their number is compared: these ranks are ending, and another number may follow them.
         if let Some(fault) = self.unusable() {

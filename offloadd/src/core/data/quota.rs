@@ -250,7 +250,10 @@ impl Admission<'_> {
             );
         }
         if let Some(job) = self.jobs.get(key) {
-            job.check_member(rank, open.local_ranks)?;
+            let sessions = self.sessions.iter();
+            let ending = sessions.filter(|session| session.key == *key && session.is_ending());
+            let ending = ending.map(|session| session.rank).collect();
+            job.check_member(rank, open.local_ranks, &ending)?;
         }
         let geometry = Geometry::new(&open.classes)
             .map_err(|error| Fault::new(FaultKind::Invalid, error.to_string()))?;

@@ -92,6 +92,14 @@ impl ScratchTile {
 }
 
 impl Session {
+    /// Whether it has ended, and waits for its last operations.
+    pub(super) fn is_ending(&self) -> bool {
+        matches!(
+            self.stage,
+            Stage::Ending { .. } | Stage::EndingUnmade { .. }
+        )
+    }
+
     /// Bytes of its scratch tiles on devices.
     pub(super) fn scratch_bytes(&self) -> u64 {
         self.scratch.iter().map(ScratchTile::bytes).sum()
