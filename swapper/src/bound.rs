@@ -3,7 +3,7 @@
 //! Bytes are counted from the tiles, padding included. A tile that stays in a staging slot across the end of the forward
 //! pass or of a step is read once less. The bound counts that read anyway, so a run may be slightly faster than its bound.
 
-use crate::layout::{Kind, Layout};
+use crate::layout::{ByKind, Kind, Layout};
 use crate::settings::SwapperSettings;
 use crate::{Schedule, SwapperError};
 
@@ -99,43 +99,41 @@ impl SwapperSettings {
 
     pub(crate) fn step_bytes_of(&self, layout: &Layout) -> StepBytes {
         let residency = self.residency(layout);
-        let stays =
-            |kind: Kind, range: u32| residency[kind][range as usize] || layout.has_external(range);
-        let sum = |kind: Kind, resident: bool| -> f64 {
-            (0..layout.ranges().len() as u32)
-                .filter(|&range| stays(kind, range) == resident)
-                .map(|range| layout.moved_bytes(kind, range) as f64)
-                .sum()
-        };
-        let [param, state, grad] = Kind::ALL.map(|kind| sum(kind, false));
-        let untrained = |kept: bool| -> f64 {
-            (0..layout.ranges().len() as u32)
-                .filter(|&range| !layout.has(Kind::State, range))
-                .filter(|&range| stays(Kind::Param, range) == kept)
-                .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
-                .sum()
-        };
-        let updated = param - untrained(false);
-        let resident = sum(Kind::Param, true) + sum(Kind::State, true) - untrained(true);
+        let mut moved = ByKind([0.0; 3]);
+        // What is revised is updated in the same step, as everything is at once.
+        let mut revised = ByKind([0.0; 3]);
+        let (mut untrained, mut resident) = (0.0, 0.0);
+        for range in 0..layout.ranges().len() as u32 {
+            let is_trained = layout.has(Kind::State, range);
+            for kind in Kind::ALL {
+                let bytes = layout.moved_bytes(kind, range) as f64;
+                if residency[kind][range as usize] || layout.has_external(range) {
+                    if is_trained && kind != Kind::Grad {
+                        resident += bytes;
+                    }
+                    continue;
+                }
+                moved[kind] += bytes;
+                if layout.revised(range) {
+                    revised[kind] += bytes;
+                }
+                if !is_trained {
+                    untrained += bytes;
+                }
+            }
+        }
+        let ByKind([param, state, grad]) = moved;
+        let updated = param - untrained;
         let committed = match (&self.backing, self.commit_every) {
             (crate::Backing::Memory, _) | (_, 0) => 0.0,
             (_, every) => resident / every as f64,
         };
-        // What is revised is updated in the same step, as everything is at once.
-        let revised: f64 = (0..layout.ranges().len() as u32)
-            .filter(|&range| layout.revised(range))
-            .flat_map(|range| Kind::ALL.map(|kind| (kind, range)))
-            .filter(|&(kind, range)| layout.has(kind, range) && !stays(kind, range))
-            .map(|(kind, range)| layout.moved_bytes(kind, range) as f64)
-            .sum();
         let [with_gathers, update] = match self.schedule {
             Schedule::Immediate => [0.0, updated + state + grad],
             Schedule::Deferred => {
-                let revised_params: f64 = (0..layout.ranges().len() as u32)
-                    .filter(|&range| layout.revised(range) && !stays(Kind::Param, range))
-                    .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
-                    .sum();
-                [state + grad - (revised - revised_params), revised]
+                let ByKind([revised_params, revised_states, revised_grads]) = revised;
+                let beside_params = revised_states + revised_grads;
+                [state + grad - beside_params, revised_params + beside_params]
             }
         };
         StepBytes {

@@ -9,7 +9,7 @@ use offload_client::{ArenaMemory, IODEPTH_MAX, IODEPTH_MIN, SlotClass, Verb};
 use crate::layout::{ByKind, Kind, Layout, UnitShape, resident};
 use crate::nodes::Nodes;
 use crate::scratch::ScratchSettings;
-use crate::{Schedule, SwapperError};
+use crate::{Schedule, StepBytes, SwapperError};
 
 /// Fewest staging slots of each kind: one tile is in use while the next one moves.
 pub const STAGING_MIN: u32 = 2;
@@ -260,6 +260,13 @@ impl SwapperSettings {
         self.plan_of(&layout)
     }
 
+    /// Like [`SwapperSettings::plan`], with the bytes of a step as in [`SwapperSettings::step_bytes`]. A large model has tens of thousands of tiles,
+    /// which are cut once here.
+    pub fn plan_with_bytes(&self) -> Result<(MemoryPlan, StepBytes), SwapperError> {
+        let layout = self.cut()?;
+        Ok((self.plan_of(&layout)?, self.step_bytes_of(&layout)))
+    }
+
     /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
         let (rank, ranks) = (self.rank, self.ranks);
@@ -338,10 +345,11 @@ impl SwapperSettings {
             let resident = residency[kind].iter().filter(|&&resident| resident);
             resident.count() as u32
         });
+        let slot_bytes = ByKind::new(|kind| layout.slot_bytes(kind));
         let mut smaller = BTreeMap::new();
         for range in (0..range_count).filter(|&range| residency[Kind::State][range as usize]) {
             let bytes = layout.own_slot_bytes(Kind::State, range);
-            if bytes < layout.slot_bytes(Kind::State) {
+            if bytes < slot_bytes[Kind::State] {
                 *smaller.entry(bytes).or_insert(0) += 1;
             }
         }
@@ -355,9 +363,9 @@ impl SwapperSettings {
             grad_resident_count: resident_counts[Kind::Grad],
             grad_staging_count: 0,
             range_count,
-            param_slot_bytes: layout.slot_bytes(Kind::Param),
-            state_slot_bytes: layout.slot_bytes(Kind::State),
-            grad_slot_bytes: layout.slot_bytes(Kind::Grad),
+            param_slot_bytes: slot_bytes[Kind::Param],
+            state_slot_bytes: slot_bytes[Kind::State],
+            grad_slot_bytes: slot_bytes[Kind::Grad],
             all_bytes: layout.all_bytes(),
             table_bytes: layout.table_bytes(),
             frozen_bytes: layout.frozen_bytes(),
@@ -367,7 +375,6 @@ impl SwapperSettings {
             ranks: self.local().len() as u32,
         };
         let staged = Kind::ALL.map(|kind| tile_counts[kind] - resident_counts[kind]);
-        let slot_bytes = Kind::ALL.map(|kind| layout.slot_bytes(kind));
         let unit_max = layout
             .units()
             .iter()
@@ -375,7 +382,7 @@ impl SwapperSettings {
             .max();
         let counts = self
             .staging
-            .counts(staged, slot_bytes, unit_max.unwrap_or(0))?;
+            .counts(staged, slot_bytes.0, unit_max.unwrap_or(0))?;
         [
             plan.param_staging_count,
             plan.state_staging_count,

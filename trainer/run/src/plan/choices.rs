@@ -66,7 +66,9 @@ impl Plan {
         staging: Staging,
     ) -> Result<Self, PlanError> {
         let without = self.clone().chosen_copy(settings, staging)?;
-        if without.fits(settings) {
+        let may_choose = settings.placement.has_store()
+            && settings.offload.activations == ActivationsChoice::Auto;
+        if !may_choose || without.fits(settings) {
             return Ok(without);
         }
         self.may_choose_drives = true;

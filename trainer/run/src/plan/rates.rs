@@ -23,9 +23,11 @@ pub fn copied_elems(unit_elems: usize, local_ranks: u32) -> usize {
 impl Plan {
     /// Computes memory, bytes, rates and bound for the present settings.
     pub(super) fn refresh(&mut self, settings: &RunSettings) -> Result<(), SwapperError> {
-        self.memory = self.swapper.plan()?;
-        self.step_bytes = self.step_bytes_of(&self.swapper)?;
+        let step_bytes;
+        (self.memory, step_bytes) = self.swapper.plan_with_bytes()?;
+        self.step_bytes = self.with_gathers(step_bytes);
         self.node_bytes = match &self.swapper.node_ranks {
+            None if self.swapper.ranks == 1 => self.step_bytes,
             // One process that owns all tiles has the same tiles as all processes together.
             None => {
                 let alone = SwapperSettings {
@@ -33,7 +35,7 @@ impl Plan {
                     ranks: 1,
                     ..self.swapper.clone()
                 };
-                self.step_bytes_of(&alone)?
+                self.with_gathers(alone.step_bytes()?)
             }
             // The first rank owns the most.
             Some(local) => self.step_bytes.times(local.len() as f64),
@@ -64,14 +66,13 @@ impl Plan {
         }
     }
 
-    /// Bytes of a step of a process with these `tiles`.
-    fn step_bytes_of(&self, tiles: &SwapperSettings) -> Result<StepBytes, SwapperError> {
-        let mut bytes = tiles.step_bytes()?;
+    /// The `bytes` of a step that gathers parameters once in each pass, with the gathers of this plan.
+    fn with_gathers(&self, mut bytes: StepBytes) -> StepBytes {
         bytes.backward_read_bytes *= 1.0 + self.further_gathers();
         if self.copy_bytes > 0 {
             bytes.backward_read_bytes = 0.0;
         }
-        Ok(bytes)
+        bytes
     }
 
     /// Groups of micro-batches in a step.
