@@ -66,7 +66,7 @@ pub(crate) struct Plan {
     pub(crate) update_gpu: Option<u32>,
     /// Index of the GPU that the model computes on.
     compute_gpu: Option<u32>,
-    /// Bytes of weights that a step brings to a GPU, where they are planned; what leaves it meanwhile is less.
+    /// Bytes of weights, and with Muon of matrices, that a step brings to a GPU, where they are planned; what leaves it meanwhile is less.
     #[serde(default)]
     pub(crate) bus_bytes: u64,
     /// Number of this process, and of the processes that train the run together.

@@ -13,7 +13,7 @@ use training_state::plan::assumed::{
     DRIVE_READ_BYTES_PER_S, DRIVE_WRITE_BYTES_PER_S, bus_bytes_per_s,
 };
 use training_state::plan::updaters::{core_params_per_s, script_update_s};
-use training_state::plan::{MeasuredRates, TileSums};
+use training_state::plan::{Directions, MeasuredRates, TileSums};
 use training_state::store::{StoreFiles, device_file_bytes};
 
 use crate::errors::{Error, failed};
@@ -38,6 +38,14 @@ pub(crate) fn host_available_bytes() -> Option<u64> {
 #[pyfunction]
 pub(crate) fn parse_memory(text: &str) -> PyResult<u64> {
     training_state::plan::parse_memory(text).map_err(Error::new_err)
+}
+
+/// What Muon takes of the GPU that makes matrices with these rows and columns orthogonal: the most memory for one of them, and the bytes that cross
+/// the bus to it, and back as directions, with `elem_bytes` a number.
+#[pyfunction]
+pub(crate) fn muon_directions(matrices: Vec<[usize; 2]>, elem_bytes: usize) -> (u64, u64) {
+    let all = Directions::new(matrices);
+    (all.working_bytes, all.bus_bytes(1.0, elem_bytes))
 }
 
 /// The link of this machine's first GPU, if the kernel says it.

@@ -423,6 +423,33 @@ def test_weights_that_stay_add_to_the_gpu_and_take_from_the_bus(llama, tmp_path,
     assert none > half > all_ == 70.0 and few < more < most
 
 
+def test_muons_directions_take_gpu_memory_and_cross_the_bus(llama, tmp_path, monkeypatch, capsys):
+    # Updates by a million cores are shorter than the bus.
+    monkeypatch.setattr(offloadd._plan.os, "cpu_count", lambda: 10**6)
+    path = tmp_path / "ds.json"
+
+    def planned(kind, *more, place="offload_param"):
+        own = {"optimizer": {"type": kind}, "zero_optimization": {place: {"device": "cpu"}}}
+        path.write_text(json.dumps({"bf16": {"enabled": True}, **own}))
+        assert main(["plan", str(path), "--model", str(llama), "--seq-len", "1", *more]) == 0
+        return capsys.readouterr().out
+
+    def bound_s(text):
+        return float(re.search(r"bound +([\d.e-]+) s a step, limited by bus", text)[1])
+
+    adamw, muon = planned("AdamW"), planned("Muon")
+    # 43,008 numbers of matrices in each of four blocks, as fp32 gradients. The largest matrix is 160 x 64: three of it and three squares of 64, in bf16.
+    line = "Muon      matrices of 672.0 KiB to the GPU, and directions back; 84.0 KiB there"
+    assert line in muon and "Muon " not in adamw
+    assert bound_s(muon) - bound_s(adamw) == pytest.approx(672 * 1024 / 50e9, rel=0.01)
+    assert "matrices of 168.0 KiB to the GPU" in planned("Muon", "--ranks", "4")
+    # Weights that stay on the GPU cross no bus, but matrices do.
+    assert line in planned("Muon", place="offload_optimizer")
+    # Activations are gone by then: the larger of both counts.
+    monkeypatch.setattr(offloadd._gpu_plan, "directions_of", lambda units, ranks: offloadd._gpu_plan.Directions(1 << 20, 0))
+    assert "gpu       1.6 MiB with" in (text := planned("Muon")) and ", directions 1.0 MiB" in text
+
+
 def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp_path, capsys):
     path = tmp_path / "ds.json"
 

@@ -134,7 +134,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         on_gpu = gpu_plan_in_place(of_step, units, trains, _gpu_bytes(given), ranks)
     elif of_step is not None:
         on_gpu = gpu_plan(of_step, units, modules, trains, settings.gpu_resident_fraction, _gpu_bytes(given), ranks)
-    on_bus = 0 if on_gpu is None or on_gpu.bus_bytes is None else sum(on_gpu.bus_bytes[:2])
+    on_bus = 0 if on_gpu is None else on_gpu.up_bytes
     directory = (given.run_dir or settings.run_dir or settings.default_dir).absolute()
     inputs = NO_INPUTS if of_step is None else of_step.inputs(settings.micro_batches or 1)
     plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs)

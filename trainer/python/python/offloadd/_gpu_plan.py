@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Optional, Sequence
+from typing import Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
@@ -62,6 +62,24 @@ class StepMemory:
         return self.kept if self.checkpointed is None or isinstance(self.checkpointed, str) else self.checkpointed
 
 
+class Directions(NamedTuple):
+    """What Muon takes of a GPU between backward and the update, when nothing else is computed."""
+
+    # Most memory for a matrix that is made orthogonal.
+    working_bytes: int = 0
+    # Bytes of matrices that cross the bus to the GPU, and back as directions.
+    bus_bytes: int = 0
+
+
+NO_DIRECTIONS = Directions()
+
+
+def directions_of(units: Sequence[Unit], ranks: int) -> Directions:
+    """Those of units that Muon updates, of which each of several ranks brings an equal part."""
+    of_unit = [_offloadd.muon_directions([tuple(param.shape) for param in unit.params], unit.gradient_dtype.itemsize) for unit in units if unit.muon]
+    return Directions(max((working for working, _ in of_unit), default=0), sum(moved for _, moved in of_unit) // ranks)
+
+
 @dataclass(frozen=True)
 class GpuPlan:
     """Bytes of GPU memory of a run."""
@@ -81,10 +99,16 @@ class GpuPlan:
     weight_bytes_min: Optional[int] = None
     # GPUs that compute the same, each with sequences of its own.
     ranks: int = 1
+    directions: Directions = NO_DIRECTIONS
 
     def total_bytes(self, traced: "TracedMemory | str | None") -> Optional[int]:
         """The highest sum of a step that computes so much; None where that is unknown."""
-        return self.weight_bytes + self.gradient_bytes + traced.peak_bytes if isinstance(traced, TracedMemory) else None
+        return self.weight_bytes + self.gradient_bytes + max(traced.peak_bytes, self.directions.working_bytes) if isinstance(traced, TracedMemory) else None
+
+    @property
+    def up_bytes(self) -> int:
+        """Bytes that come to the GPU in a step."""
+        return sum((self.bus_bytes or ())[:2]) + self.directions.bus_bytes
 
     @property
     def moved_bytes(self) -> int:
@@ -97,10 +121,10 @@ class GpuPlan:
         """What the GPU has too little memory for, and what takes less; None where it is enough, or the GPU is not known."""
         found = self.computed.least
         known = isinstance(found, TracedMemory)
-        need = self.total_bytes(found) if known else self.weight_bytes + self.gradient_bytes
+        need = self.total_bytes(found) if known else self.weight_bytes + self.gradient_bytes + self.directions.working_bytes
         if self.memory_bytes is None or need <= self.memory_bytes:
             return None
-        less = {"weights": self.fewer_weights, "logits": _FEWER, "KV cache": _FEWER, "activations": _FEWER, "what is computed": _FEWER}
+        less = {"weights": self.fewer_weights, "logits": _FEWER, "KV cache": _FEWER, "activations": _FEWER, "what is computed": _FEWER, "directions": ""}
         if known and not found.moved_bytes and found is not self.computed.kept:
             less["activations"] = "--activations cpu"
         if "mlp_chunks" in self.computed.can_chunk:
@@ -149,16 +173,21 @@ class GpuPlan:
             moved = f", inputs of blocks of {bytes_text(self.moved_bytes)} each way" if self.moved_bytes else ""
             to = "the GPU" if self.ranks == 1 else f"each of {self.ranks} GPUs, which exchange what they bring"
             lines.append(f"bus       weights of {bytes_text(forward + backward)} to {to}{of}{back}{moved}")
+        if self.directions.bus_bytes:
+            lines.append(
+                f"Muon      matrices of {bytes_text(self.directions.bus_bytes)} to the GPU, and directions back; {bytes_text(self.directions.working_bytes)} there"
+            )
         if self.resident is not None:
             lines.append(f"resident  {self.resident}")
         return lines
 
-    @classmethod
-    def _parts(cls, found: TracedMemory) -> list[str]:
-        return [f"{name} {bytes_text(size)}" for name, size in cls._sizes(found).items() if size]
+    def _parts(self, found: TracedMemory) -> list[str]:
+        return [f"{name} {bytes_text(size)}" for name, size in self._sizes(found).items() if size]
 
-    @staticmethod
-    def _sizes(found: TracedMemory) -> dict[str, int]:
+    def _sizes(self, found: TracedMemory) -> dict[str, int]:
+        # Activations are gone when matrices are made orthogonal.
+        if self.directions.working_bytes > found.peak_bytes:
+            return {"directions": self.directions.working_bytes}
         # Logits that the forward keeps are counted with the others.
         kept = min(found.kept_bytes - found.cache_bytes, found.peak_bytes - found.cache_bytes - found.logits_bytes)
         rest = found.peak_bytes - found.cache_bytes - found.logits_bytes - kept
@@ -210,7 +239,8 @@ def gpu_plan(
     for. Each of several ranks brings an equal part of them."""
     levels, least = Levels(units, modules), of_step.least
     gradient_bytes, scale_bytes = gpu_gradient_bytes(units) if trains else 0, _scale_bytes(units)
-    computed_bytes = gradient_bytes + least.peak_bytes if isinstance(least, TracedMemory) else None
+    directions = directions_of(units, ranks)
+    computed_bytes = gradient_bytes + max(least.peak_bytes, directions.working_bytes) if isinstance(least, TracedMemory) else None
     margin, resident = 0 if computed_bytes is None else margin_bytes(computed_bytes), None
     # What a GPU has that keeps the units of a level by itself.
     enough = lambda level: scale_bytes + levels.gpu_bytes(0) + levels.cost(level, trains) + (computed_bytes or 0) + margin
@@ -227,13 +257,13 @@ def gpu_plan(
     bus = forward // ranks, backward // ranks, sum(unit.gradient_bytes for unit in units if unit.trained) // ranks
     fewer = _fewer_weights(units, fraction)
     coming = scale_bytes + levels.gpu_bytes(0) if fraction is None else None
-    return GpuPlan(of_step, scale_bytes + levels.gpu_bytes(level), gradient_bytes, bus, resident, gpu_bytes, fewer, coming, ranks)
+    return GpuPlan(of_step, scale_bytes + levels.gpu_bytes(level), gradient_bytes, bus, resident, gpu_bytes, fewer, coming, ranks, directions)
 
 
 def gpu_plan_in_place(of_step: StepMemory, units: Sequence[Unit], trains: bool, gpu_bytes: Optional[int], ranks: int = 1) -> GpuPlan:
     """The plan of units whose weights stay with the model."""
     weight_bytes, gradient_bytes = _scale_bytes(units) + sum(unit.bytes for unit in units), gpu_gradient_bytes(units) if trains else 0
-    return GpuPlan(of_step, weight_bytes, gradient_bytes, None, None, gpu_bytes, _OFFLOAD_WEIGHTS, ranks=ranks)
+    return GpuPlan(of_step, weight_bytes, gradient_bytes, None, None, gpu_bytes, _OFFLOAD_WEIGHTS, ranks=ranks, directions=directions_of(units, ranks))
 
 
 def warning_at_start(model: nn.Module, units: Sequence[Unit], modules: Mapping[int, nn.Module], settings: Settings, gpu: GpuDevice) -> Optional[str]:

@@ -11,7 +11,7 @@ use kernels::adamw::TileFormat;
 use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
-use super::Directions;
+use super::muon::directions;
 use crate::computation::{
     AttentionKernel, Checkpointing, DEVICE_CONTEXT_BYTES, Work, device_working_bytes,
     kept_bytes_a_token, working_bytes,
@@ -129,8 +129,7 @@ impl ComputeMemory {
         );
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
-        let directions = Directions::new(settings, units);
-        let directions_bytes = directions.map_or(0, |all| all.working_bytes);
+        let directions_bytes = directions(settings, units).map_or(0, |all| all.working_bytes);
         let stage = settings.placement.stage;
         let all: u64 = units.iter().map(bytes).sum();
         // Below stage 2, all gradients stay whole until the end of backward; sums over several micro-batches

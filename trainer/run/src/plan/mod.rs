@@ -47,7 +47,7 @@ pub use choices::{Choice, attention_kernel_name, checkpointing_name};
 pub(crate) use hardware::existing_file_bytes;
 pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
 pub use memory::{ComputeMemory, InputsIn};
-pub use muon::Directions;
+pub use muon::PlannedDirections;
 pub use operations::Operations;
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, compare_places};
@@ -124,7 +124,7 @@ pub struct Plan {
     /// Operations of a step of this process, from which rates and the MFU are computed.
     pub operations: Operations,
     /// What Muon does with whole matrices after backward; `None` with another optimizer.
-    pub directions: Option<Directions>,
+    pub directions: Option<PlannedDirections>,
     /// Part of the time of forward and backward for attention.
     pub attention_s: f64,
     pub stage: Stage,

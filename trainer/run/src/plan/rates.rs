@@ -2,10 +2,12 @@
 
 use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
-use super::Directions;
 use super::memory::{GpuUse, InputsIn};
+use super::muon::directions;
 use super::operations::{self, Computing, Times};
-use super::{BusBytes, ComputeMemory, FigureSource, Plan, SequenceExchange, TileSums};
+use super::{
+    BusBytes, ComputeMemory, FigureSource, Plan, PlannedDirections, SequenceExchange, TileSums,
+};
 use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
@@ -176,13 +178,11 @@ impl Plan {
         }
         let network_bytes = self.network_bytes_of() + self.exchanged_network_bytes();
         let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
-        let directions = Directions::new(settings, &self.units).map(|directions| {
-            let tflops = match self.hardware.tflops.source {
-                FigureSource::Assumed => self.operations.sum() / times.sum() / 1e12,
-                _ => self.hardware.tflops.value,
-            };
-            directions.at(tflops)
-        });
+        let tflops = match self.hardware.tflops.source {
+            FigureSource::Assumed => self.operations.sum() / times.sum() / 1e12,
+            _ => self.hardware.tflops.value,
+        };
+        let directions = PlannedDirections::new(settings, &self.units, tflops);
         self.directions = directions;
         let network_bytes = network_bytes
             + directions.map_or(0, |directions| {
@@ -287,9 +287,9 @@ impl Plan {
 
     /// Bytes of matrices that go to the GPU to be made orthogonal, and come back as directions.
     fn direction_bytes(&self, settings: &RunSettings) -> u64 {
-        let params = Directions::new(settings, &self.units).map_or(0, |all| all.params);
-        let own = params as f64 * (1.0 - self.gpu_fraction()) / f64::from(self.swapper.ranks);
-        (own * self.formats.master().param_bytes() as f64) as u64
+        let own = (1.0 - self.gpu_fraction()) / f64::from(self.swapper.ranks);
+        let elem_bytes = self.formats.master().param_bytes();
+        directions(settings, &self.units).map_or(0, |all| all.bus_bytes(own, elem_bytes))
     }
 
     /// Bytes that a node sends to others in a step. Each shard of parameters reaches every other node once for each gather, and

@@ -4,11 +4,13 @@
 pub mod assumed;
 mod bytes;
 pub mod choose;
+mod directions;
 mod measured;
 mod memory;
 pub mod node_copy;
 pub mod updaters;
 
 pub use bytes::{BusBytes, TileSums};
+pub use directions::Directions;
 pub use measured::{MeasuredRates, measured_path};
 pub use memory::parse_memory;
