@@ -222,6 +222,7 @@ impl Reporter {
             forward_s,
             backward_s,
             waited_s: facts.waited_s,
+            directions_s: 0.0,
             exchange_s: 0.0,
             update_s: facts.update_s,
             device_read_bytes: io.read_bytes,

@@ -58,6 +58,9 @@ pub struct StepMetrics {
     pub forward_s: f64,
     #[serde(default)]
     pub backward_s: f64,
+    /// Seconds of `step_s` in which Muon's matrices were made orthogonal, without the Python package's.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub directions_s: f64,
     /// Seconds of `step_s` in which the trainer waited for tiles, updates and commits.
     #[serde(default)]
     pub waited_s: f64,
@@ -270,8 +273,8 @@ impl MetricsFile {
     }
 }
 
-fn is_zero(number: &u64) -> bool {
-    *number == 0
+fn is_zero<N: Default + PartialEq>(number: &N) -> bool {
+    *number == N::default()
 }
 
 /// Returns the bytes of the leading complete lines of steps up to `step`, and the last of these steps.
@@ -315,6 +318,7 @@ mod tests {
             forward_s: 0.1,
             backward_s: 0.2,
             waited_s: 0.2,
+            directions_s: 0.0,
             exchange_s: 0.1,
             update_s: 0.3,
             device_read_bytes: 1,

@@ -225,9 +225,17 @@ fn wrapped(fields: &[String]) -> Vec<String> {
 /// Formats the parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
 fn parts(metrics: &StepMetrics) -> String {
     let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
-    let named = metrics.forward_s + metrics.backward_s + metrics.waited_s + metrics.exchange_s;
+    let named = metrics.forward_s
+        + metrics.backward_s
+        + metrics.directions_s
+        + metrics.waited_s
+        + metrics.exchange_s;
+    let directions = match metrics.directions_s {
+        0.0 => String::new(),
+        s => format!("  directions {}", ms(s)),
+    };
     format!(
-        "  time (step {})  forward {}  backward {}  waiting {}  other ranks {}  other {}  in parallel: updates {}",
+        "  time (step {})  forward {}  backward {}{directions}  waiting {}  other ranks {}  other {}  in parallel: updates {}",
         metrics.step,
         ms(metrics.forward_s),
         ms(metrics.backward_s),

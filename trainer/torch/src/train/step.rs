@@ -17,7 +17,7 @@ use super::TrainError;
 use super::clock::Clock;
 use super::groups::{GroupSums, Groups, Sinks};
 use super::inputs::{BlockInputs, InputPlace};
-use super::mover::{self, ExchangedBytes, Memory, Muon, Shards, Tiles, TilesIn};
+use super::mover::{self, ExchangedBytes, Memory, Muon, Shards, StepDirections, Tiles, TilesIn};
 use super::step_order::{self, EMBEDDING, PlannedTurn, Turn};
 use super::watch::Watch;
 use crate::compute::{Activation, ComputeError, Engine, LossHandle, Tokens};
@@ -300,17 +300,17 @@ impl Stepper {
     }
 
     /// Replaces the gradients of matrices by directions, with Muon, and begins to update their blocks. The step must then be finished with the same
-    /// `hyper`.
+    /// `hyper`. Returns the seconds in which the matrices were made orthogonal.
     pub(super) fn orthogonalize(
         &mut self,
         tiles: &mut Tiles,
         hyper: &Hyper,
         trace: &Trace,
-    ) -> Result<(), TrainError> {
+    ) -> Result<f64, TrainError> {
         let Some(muon) = &self.muon else {
-            return Ok(());
+            return Ok(0.0);
         };
-        let step = muon.step(hyper.grad_scale);
+        let mut directions = StepDirections::new(muon, hyper.grad_scale, self.gpu.as_ref());
         let mut watch = Watch::new(trace, self.gpu.as_ref());
         let (_, turns) = self.training.around_norm();
         mover::settle_updates(tiles, &step_order::program(turns))?;
@@ -319,7 +319,7 @@ impl Stepper {
                 unreachable!("no other turn is after the norm");
             };
             watch.record(planned.turn, || {
-                mover::orthogonalize(tiles, &self.engine, unit, (muon, &step), trace)
+                mover::orthogonalize(tiles, &self.engine, unit, &mut directions, trace)
             })?;
             let rest = step_order::program(&turns[number + 1..]);
             mover::update_revised(tiles, unit, hyper, &rest)?;
@@ -327,7 +327,8 @@ impl Stepper {
         }
         self.engine.check()?;
         watch.end()?;
-        mover::add_spans_to(tiles, trace)
+        mover::add_spans_to(tiles, trace)?;
+        directions.seconds()
     }
 
     /// Returns the mean loss over the validation data, or over its first `most` micro-batches. No operation may be

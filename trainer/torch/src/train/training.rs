@@ -324,7 +324,8 @@ impl Training {
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
         if let Some(hyper) = &hyper {
             now(&self.shown, step, "directions");
-            (self.stepper).orthogonalize(&mut self.run.backend, hyper, &self.trace)?;
+            metrics.directions_s =
+                (self.stepper).orthogonalize(&mut self.run.backend, hyper, &self.trace)?;
         }
         now(&self.shown, step, "update");
         let io = mover::finish_step(&mut self.run.backend, hyper, blob)?;
@@ -336,7 +337,7 @@ impl Training {
         let requests = self.count_io(&mut metrics, &io, stop)?;
         self.checkpoint_wanted = requests.checkpoint;
         let asked = requests.stop;
-        let bound = self.bound(&gradients, io.update_ns);
+        let bound = self.bound(&gradients, metrics.directions_s, io.update_ns);
         metrics.bound_s = bound.s;
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         let is_best = self.evaluate_if_due(&mut metrics)?;
@@ -387,6 +388,7 @@ impl Training {
             backward_s: gradients.backward_s,
             waited_s: 0.0,
             exchange_s: gradients.exchange_s,
+            directions_s: 0.0,
             update_s: 0.0,
             device_read_bytes: plan.node_bytes.all_read_bytes() as u64,
             device_written_bytes: plan.node_bytes.all_written_bytes() as u64,
@@ -399,7 +401,7 @@ impl Training {
             gpu_resident_bytes: 0,
             gpu_energy_j: None,
             cpu_energy_j: None,
-            bound_s: self.bound(gradients, 0).s,
+            bound_s: self.bound(gradients, 0.0, 0).s,
             eval_loss: None,
             eval_data: None,
             eval_perplexity: None,
@@ -500,7 +502,7 @@ impl Training {
 
     /// Returns a lower bound of the step's seconds from this rank's computing time, all ranks' bytes and the
     /// devices' measured rates.
-    fn bound(&self, gradients: &Gradients, update_ns: u64) -> Bound {
+    fn bound(&self, gradients: &Gradients, directions_s: f64, update_ns: u64) -> Bound {
         let plan = &self.run.plan;
         let rates = self.run.opened.rates();
         // Without measured rates, devices do not contribute to the bound.
@@ -517,7 +519,8 @@ impl Training {
             write_bytes_per_s,
             staging_bytes: plan.rates.staging_bytes,
             forward_s,
-            backward_s,
+            // Directions wait for the norm of all gradients.
+            backward_s: backward_s + directions_s,
             update_s: update_ns as f64 * 1e-9,
             // The bytes on the bus and between nodes are known, but their rates were not measured.
             bus_s: 0.0,

@@ -58,6 +58,16 @@ fn weights_are_those_of_torchs_muon_and_adamw() {
     let run = as_torch(&harness, "run");
     run.train();
     assert_near(&exported(&harness, &run, "run"), &tensors(&fixture("muon")));
+    // Directions follow backward, so no step is shorter than both.
+    for line in run.metrics() {
+        let s = |key: &str| line[key].as_f64().expect("seconds");
+        assert!(s("directions_s") > 0.0, "{line}");
+        let computed = s("forward_s") + s("backward_s") + s("directions_s");
+        assert!(
+            s("bound_s") > 0.999 * computed && s("step_s") > computed,
+            "{line}"
+        );
+    }
 }
 
 #[test]

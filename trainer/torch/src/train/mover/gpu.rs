@@ -16,7 +16,6 @@
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Event, Gpu, HostCopies, Stream, sum_squares_scratch_bytes};
-use kernels::muon::MomentumStep;
 use kernels::reduce::GradType;
 use swapper::Swapper;
 use test_hooks::safeguard::{Safeguard, is_disabled};
@@ -24,7 +23,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::super::TrainError;
 use super::super::gpu_timeline::EnqueuedWork;
 use super::super::step_order::EMBEDDING;
-use super::muon::{Muon, grads};
+use super::muon::{StepDirections, grads};
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
@@ -432,14 +431,15 @@ impl GpuBuffers {
         swapper: &mut Swapper<Hyper>,
         engine: &Engine,
         unit: usize,
-        (muon, step): (&Muon, &MomentumStep),
+        directions: &mut StepDirections<'_>,
         trace: &Trace,
     ) -> Result<(), TrainError> {
+        let muon = directions.muon();
         self.claim_buffer(unit)?;
         let (gpu, up) = (&self.sums.gpu, &self.buffers.up);
         let to = self.buffers.weights_at(unit);
         swapper.revise(unit, |tiles| {
-            muon.mix(step, tiles);
+            muon.mix(&directions.momentum, tiles);
             let mut grads = grads(tiles);
             let pieces = muon.pieces(unit, &mut grads);
             let pieces: Vec<(usize, &[u8])> = pieces
@@ -450,7 +450,7 @@ impl GpuBuffers {
             let _span = trace.copy(bytes, || format!("matrices of unit {unit}"));
             Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
         })?;
-        self.make_orthogonal(engine, unit, muon, trace)?;
+        self.make_orthogonal(engine, unit, directions, trace)?;
         let (gpu, down) = (&self.sums.gpu, &self.buffers.down);
         down.wait(&self.sums.compute.record()?)?;
         let from = self.buffers.weights_at(unit);
@@ -469,21 +469,22 @@ impl GpuBuffers {
         backend: &GpuBackend,
         engine: &Engine,
         unit: usize,
-        (muon, step): (&Muon, &MomentumStep),
+        directions: &mut StepDirections<'_>,
         trace: &Trace,
     ) -> Result<(), TrainError> {
+        let muon = directions.muon();
         self.claim_buffer(unit)?;
         let (compute, between) = (&self.sums.compute, &self.buffers.between);
         // The shard was copied there on this stream.
         compute.wait(&between.record()?)?;
-        muon.mix_in_gpu(engine, backend, unit, step)?;
+        muon.mix_in_gpu(engine, backend, unit, &directions.momentum)?;
         between.wait(&compute.record()?)?;
         let shards = &self.sums.shards;
         let bytes = shards.own(unit).len() * self.elem_bytes;
         let own = shards.own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
         let grads = backend.unit(unit).grad.at(0);
         between.copy(grads, own, bytes)?;
-        self.make_orthogonal(engine, unit, muon, trace)?;
+        self.make_orthogonal(engine, unit, directions, trace)?;
         let own = (self.sums.shards).own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
         self.sums.compute.copy(own, grads, bytes)?;
         self.give_back(unit)
@@ -494,7 +495,7 @@ impl GpuBuffers {
         &mut self,
         engine: &Engine,
         unit: usize,
-        muon: &Muon,
+        directions: &mut StepDirections<'_>,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
@@ -507,7 +508,7 @@ impl GpuBuffers {
         }
         self.sums.compute.wait(&between.record()?)?;
         let flat = &self.buffers.at(unit).unit;
-        Ok(engine.make_orthogonal(unit, flat, &muon.iteration)?)
+        directions.make_orthogonal(engine, unit, flat)
     }
 
     /// Adds the times of collective operations to `trace`; waits until they have ended.

@@ -10,7 +10,6 @@ use std::ops::Range;
 use std::time::Instant;
 
 use kernels::adamw::{Hyper, Master};
-use kernels::muon::MomentumStep;
 use kernels::reduce::{GradType, sum_squares};
 use kernels_torch::HostBuffer;
 use kernels_torch::collective::Pending;
@@ -20,7 +19,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::super::TrainError;
 use super::super::step_order::EMBEDDING;
-use super::muon::{Muon, grads};
+use super::muon::{StepDirections, grads};
 use super::rotation::Rotation;
 use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
@@ -290,15 +289,16 @@ impl HostBuffers {
         swapper: &mut Swapper<Hyper>,
         engine: &Engine,
         unit: usize,
-        (muon, step): (&Muon, &MomentumStep),
+        directions: &mut StepDirections<'_>,
         trace: &Trace,
     ) -> Result<(), TrainError> {
+        let muon = directions.muon();
         self.claim_buffer(unit);
         let shards = self.shards.clone();
         let flat = self.buffer(unit);
         let buffer = flat.bytes_mut();
         swapper.revise(unit, |tiles| {
-            muon.mix(step, tiles);
+            muon.mix(&directions.momentum, tiles);
             for (at, piece) in muon.pieces(unit, &mut grads(tiles)) {
                 buffer[at..at + piece.len()].copy_from_slice(piece);
             }
@@ -308,7 +308,7 @@ impl HostBuffers {
             let under_way = UnderWay::new(shards.gather(unit, flat)?);
             flat.put_host(under_way.wait(trace, || format!("matrices of unit {unit}"))?);
         }
-        engine.make_orthogonal(unit, flat, &muon.iteration)?;
+        directions.make_orthogonal(engine, unit, flat)?;
         let buffer = flat.bytes_mut();
         swapper.scatter(unit, |tiles| {
             for (at, piece) in muon.pieces(unit, tiles) {

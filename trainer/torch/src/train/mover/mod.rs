@@ -21,12 +21,11 @@ mod shards;
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
-use kernels::muon::MomentumStep;
 use swapper::{StepIo, StepProgram, Swapper};
 
 use gpu::{GpuBuffers, InPlace};
 use host::HostBuffers;
-pub(super) use muon::Muon;
+pub(super) use muon::{Muon, StepDirections};
 pub(super) use shards::{ExchangedBytes, NodeRanks, Shards};
 
 use super::TrainError;
@@ -372,7 +371,7 @@ pub(super) fn orthogonalize(
     tiles: &mut Tiles,
     engine: &Engine,
     unit: usize,
-    (muon, step): (&Muon, &MomentumStep),
+    directions: &mut StepDirections<'_>,
     trace: &Trace,
 ) -> Result<(), TrainError> {
     follow(tiles, unit, |swapper| {
@@ -381,18 +380,19 @@ pub(super) fn orthogonalize(
     })?;
     match side(tiles, unit) {
         Side::Swapper(swapper, WithSwapper::Host(buffers)) => {
-            buffers.orthogonalize(swapper, engine, unit, (muon, step), trace)
+            buffers.orthogonalize(swapper, engine, unit, directions, trace)
         }
         Side::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
-            buffers.orthogonalize_from_swapper(swapper, engine, unit, (muon, step), trace)
+            buffers.orthogonalize_from_swapper(swapper, engine, unit, directions, trace)
         }
         Side::InPlace(backend, _) => {
-            muon.mix_in_gpu(engine, backend, unit, step)?;
+            let momentum = &directions.momentum;
+            (directions.muon()).mix_in_gpu(engine, backend, unit, momentum)?;
             let flat = engine.weights_in(unit, &backend.unit(unit).grad)?;
-            Ok(engine.make_orthogonal(unit, &flat, &muon.iteration)?)
+            directions.make_orthogonal(engine, unit, &flat)
         }
         Side::Buffers(backend, buffers) => {
-            buffers.orthogonalize_from_gpu(backend, engine, unit, (muon, step), trace)
+            buffers.orthogonalize_from_gpu(backend, engine, unit, directions, trace)
         }
     }
 }

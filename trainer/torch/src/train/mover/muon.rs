@@ -11,13 +11,15 @@
 
 use std::ops::Range;
 
+use kernels::gpu::Gpu;
 use kernels::muon::MomentumStep;
 use kernels_torch::NewtonSchulz;
 use rayon::prelude::*;
 use swapper::{PartMut, Revision};
 
 use super::super::TrainError;
-use crate::compute::{ComputeError, Engine};
+use super::super::clock::Clock;
+use crate::compute::{ComputeError, Engine, UnitWeights};
 use training_run::config::RunSettings;
 use training_run::plan::Plan;
 use training_state::backend::GpuBackend;
@@ -25,7 +27,7 @@ use training_state::update::{TileFormats, mix, parts};
 
 /// What Muon does with a run's matrices.
 pub(in crate::train) struct Muon {
-    pub(super) iteration: NewtonSchulz,
+    iteration: NewtonSchulz,
     decay: f64,
     nesterov: bool,
     formats: TileFormats,
@@ -60,7 +62,7 @@ impl Muon {
     }
 
     /// The step of momenta by gradients with this factor.
-    pub(in crate::train) fn step(&self, grad_scale: f32) -> MomentumStep {
+    fn step(&self, grad_scale: f32) -> MomentumStep {
         MomentumStep {
             decay: self.decay,
             nesterov: self.nesterov,
@@ -125,6 +127,52 @@ impl Muon {
 
     fn bytes(&self, elems: &Range<usize>) -> Range<usize> {
         elems.start * self.elem_bytes..elems.end * self.elem_bytes
+    }
+}
+
+/// The directions of one step.
+pub(in crate::train) struct StepDirections<'a> {
+    muon: &'a Muon,
+    pub(super) momentum: MomentumStep,
+    /// Time of the iterations.
+    clock: Clock,
+}
+
+impl<'a> StepDirections<'a> {
+    /// Directions of gradients with this factor, which `gpu` or the processor makes.
+    pub(in crate::train) fn new(muon: &'a Muon, grad_scale: f32, gpu: Option<&Gpu>) -> Self {
+        Self {
+            muon,
+            momentum: muon.step(grad_scale),
+            clock: Clock::new(gpu),
+        }
+    }
+
+    /// The run's part of it.
+    pub(super) fn muon(&self) -> &'a Muon {
+        self.muon
+    }
+
+    /// Replaces each matrix of the block `unit`, which `flat` has, by its direction.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub(super) fn make_orthogonal(
+        &mut self,
+        engine: &Engine,
+        unit: usize,
+        flat: &UnitWeights,
+    ) -> Result<(), TrainError> {
+        let iteration = &self.muon.iteration;
+        (self.clock).time(|| engine.make_orthogonal(unit, flat, iteration))
+    }
+
+    /// Returns the seconds of the iterations so far. Waits until a GPU's have ended.
+    ///
+    /// # Errors
+    /// The GPU fails.
+    pub(in crate::train) fn seconds(&self) -> Result<f64, TrainError> {
+        self.clock.seconds()
     }
 }
 
