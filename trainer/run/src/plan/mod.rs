@@ -271,21 +271,28 @@ impl Plan {
             Some(_) => 0,
             None => self.compute.sum_bytes(),
         };
-        let compute = if self.in_gpu.contains(&true) && !self.has_store() {
-            GPU_STAGING_BYTES as u64
-        } else {
-            compute
-        };
         self.host_resident_bytes()
             + self.memory.staging_bytes()
             + self.memory.scratch_slot_bytes()
             + self.host_grad_bytes()
             + compute
+            + self.gpu_staging_bytes()
             + self.compute.away_bytes
             + self.copy_bytes
-            + self
-                .checkpoints
-                .map_or(0, |checkpoints| checkpoints.buffer_bytes)
+            + self.checkpoint_buffer_bytes()
+    }
+
+    /// Host memory that tiles pass through on their way to and from a GPU that has them without a store.
+    pub fn gpu_staging_bytes(&self) -> u64 {
+        match self.in_gpu.contains(&true) && !self.has_store() {
+            true => GPU_STAGING_BYTES as u64,
+            false => 0,
+        }
+    }
+
+    /// Host memory that tiles pass through on their way to checkpoints.
+    pub fn checkpoint_buffer_bytes(&self) -> u64 {
+        (self.checkpoints).map_or(0, |checkpoints| checkpoints.buffer_bytes)
     }
 
     /// Host memory for the copy of all parameters that the ranks of this node keep together; 0 if they keep none.

@@ -95,6 +95,10 @@ pub struct HostReport {
     pub input_slot_bytes: u64,
     /// Copy of all parameters that the ranks of one of several nodes keep together; 0 if they keep none.
     pub node_copy_bytes: u64,
+    /// Memory that tiles in a GPU's memory pass through, without a store.
+    pub gpu_staging_bytes: u64,
+    /// Memory that tiles pass through on their way to checkpoints.
+    pub checkpoint_buffer_bytes: u64,
     /// Memory for computing; all zero if a GPU computes.
     pub compute: ComputeMemory,
 }
@@ -217,6 +221,8 @@ impl Plan {
                 input_bytes: self.compute.away_bytes,
                 input_slot_bytes: memory.scratch_slot_bytes(),
                 node_copy_bytes: self.node_copy_bytes(),
+                gpu_staging_bytes: self.gpu_staging_bytes(),
+                checkpoint_buffer_bytes: self.checkpoint_buffer_bytes(),
                 compute: if on_gpu {
                     ComputeMemory::default()
                 } else {

@@ -245,12 +245,13 @@ impl Plan {
             let bytes = ApproxBytes(self.copy_bytes);
             write!(f, ", part of the node's copy of the parameters {bytes}")?;
         }
-        if let Some(checkpoints) = &self.checkpoints {
-            write!(
-                f,
-                ", checkpoint copies {}",
-                ApproxBytes(checkpoints.buffer_bytes)
-            )?;
+        for (what, bytes) in [
+            ("tiles to and from the GPU", self.gpu_staging_bytes()),
+            ("checkpoint copies", self.checkpoint_buffer_bytes()),
+        ] {
+            if bytes > 0 {
+                write!(f, ", {what} {}", ApproxBytes(bytes))?;
+            }
         }
         if self.local_ranks > 1 {
             write!(f, "; the node needs {} times this", self.local_ranks)?;
