@@ -169,17 +169,29 @@ impl Plan {
 
     /// Whether the plan fits the memory that choices may use, and the store that the run has already.
     fn fits(&self, settings: &RunSettings) -> bool {
-        let gpu = self.hardware.gpu.as_ref();
-        gpu.is_none_or(|gpu| self.gpu_bytes() <= most_of(gpu))
+        self.fits_gpu()
             && self.host_bytes() <= self.most_host_bytes(settings)
             && self.has_store_room(settings)
     }
 
-    /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
+    /// Whether the plan fits the GPU memory that choices may use.
+    fn fits_gpu(&self) -> bool {
+        let gpu = self.hardware.gpu.as_ref();
+        gpu.is_none_or(|gpu| self.gpu_bytes() <= most_of(gpu))
+    }
+
+    /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed, and is taken for that of a step
+    /// in which nothing is.
     pub(super) fn judged_s(&self, settings: &RunSettings) -> f64 {
         let train = &settings.train;
         let times = self.times_with(settings, train.deterministic, train.matmuls);
-        let [forward_s, backward_s] = self.beside_updates(times.forward_s, times.backward_s);
+        let tflops = &self.hardware.tflops;
+        let factor = match tflops.source {
+            FigureSource::Assumed => 1.0,
+            _ => self.operations.sum() / (tflops.value * 1e12) / self.least_s(settings),
+        };
+        let [forward_s, backward_s] = [times.forward_s, times.backward_s].map(|s| s * factor);
+        let [forward_s, backward_s] = self.beside_updates(forward_s, backward_s);
         let rates = StepRates {
             forward_s,
             backward_s,
@@ -231,10 +243,12 @@ impl Plan {
         self.choose_activations(settings)?;
         self.choose_tiles_in_host(settings, staging)?;
         self.refresh(settings)?;
-        self.choose_update(settings);
-        self.choose_checkpointing(settings);
-        // What is kept need not be computed again.
-        self.set_rates(settings);
+        self.choose_update_and_kept(settings);
+        if settings.placement.has_store() {
+            // What is kept need not be computed again: the shorter step needs more staging.
+            self.choose_tiles_in_host(settings, staging)?;
+            self.refresh(settings)?;
+        }
         self.choose_gpu_units(settings, staging)
     }
 
@@ -283,7 +297,19 @@ impl Plan {
         self.most_host_bytes(settings).saturating_sub(taken)
     }
 
+    /// Chooses the place of the update for what blocks keep now.
     pub(super) fn choose_update(&mut self, settings: &RunSettings) {
+        self.choose_update_with(settings, |plan| plan.set_compute(settings));
+    }
+
+    /// Chooses the place of the update, and what blocks keep beside it. What a place gains depends on what is computed again, and what is kept on the GPU
+    /// memory that an update there takes.
+    fn choose_update_and_kept(&mut self, settings: &RunSettings) {
+        self.choose_update_with(settings, |plan| plan.choose_checkpointing(settings));
+    }
+
+    /// Chooses the place of the update; `adapt` chooses what depends on it.
+    fn choose_update_with(&mut self, settings: &RunSettings, adapt: impl Fn(&mut Self)) {
         let wanted = settings.offload.optimizer_device;
         let in_gpu_memory = self.lives_in_gpu();
         self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
@@ -298,8 +324,10 @@ impl Plan {
                     OptimizerDevice::Shared,
                 ] {
                     self.optimizer_device = place;
+                    adapt(self);
                     self.set_rates(settings);
-                    if self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
+                    let has_room = place == OptimizerDevice::Cpu || self.fits_gpu();
+                    if has_room && self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
                         best = (place, self.bound.s);
                     }
                 }
@@ -307,8 +335,8 @@ impl Plan {
             }
             (true, place) => place,
         };
+        adapt(self);
         self.set_rates(settings);
-        self.set_compute(settings);
         if wanted == OptimizerDevice::Auto {
             let why = match (
                 self.hardware.gpu.is_some(),

@@ -8,7 +8,9 @@ use super::operations::{self, Computing, Times};
 use super::{
     BusBytes, ComputeMemory, FigureSource, Plan, PlannedDirections, SequenceExchange, TileSums,
 };
-use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS, Matmuls};
+use crate::computation::{
+    ActivationCheckpointing, AttentionKernel, Checkpointing, LONG_DOCUMENT_TOKENS, Matmuls,
+};
 use crate::config::RunSettings;
 use crate::model::UnitLayout;
 use training_state::plan::updaters;
@@ -260,8 +262,26 @@ impl Plan {
         deterministic: bool,
         matmuls: Matmuls,
     ) -> Times {
+        self.times_of(settings, self.checkpointing, deterministic, matmuls)
+    }
+
+    /// Time of forward and backward from the rates of kernels if nothing were computed again.
+    pub(super) fn least_s(&self, settings: &RunSettings) -> f64 {
+        let kept = ActivationCheckpointing::Matmuls.into();
+        let train = &settings.train;
+        let times = self.times_of(settings, kept, train.deterministic, train.matmuls);
+        times.sum()
+    }
+
+    fn times_of(
+        &self,
+        settings: &RunSettings,
+        checkpointing: Checkpointing,
+        deterministic: bool,
+        matmuls: Matmuls,
+    ) -> Times {
         let how = Computing {
-            checkpointing: self.checkpointing,
+            checkpointing,
             attention: self.attention_used(settings),
             deterministic,
             matmuls,

@@ -232,10 +232,9 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
     let settings = large("none", "none", &[]);
     let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
     let all = compare_places(&settings, &hardware);
-    // What fits whole is not divided, and with all of it in host memory no part in GPU memory makes a step shorter.
-    let shares = [Place::HostAndGpu, Place::DrivesHostAndGpu];
+    // What fits whole is not divided.
     let wanted = Place::ALL.into_iter();
-    let wanted: Vec<Place> = wanted.filter(|place| !shares.contains(place)).collect();
+    let wanted: Vec<Place> = wanted.filter(|place| *place != Place::HostAndGpu).collect();
     assert_eq!(
         all.iter().map(|report| report.place).collect::<Vec<_>>(),
         wanted
@@ -246,10 +245,14 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
         ("cpu", "nvme"),
         ("nvme", "nvme"),
         ("nvme", "nvme"),
+        ("nvme", "nvme"),
     ]) {
         let mut settings = large(tiers.0, tiers.1, &[]);
-        if report.place == Place::DrivesAndHost {
+        if [Place::DrivesHostAndGpu, Place::DrivesAndHost].contains(&report.place) {
             settings.placement.resident_fraction = crate::config::ResidentFraction::Auto;
+        }
+        if report.place == Place::DrivesHostAndGpu {
+            settings.placement.gpu_resident_fraction = crate::config::ResidentFraction::Auto;
         }
         let alone = plan(&settings, &h200(1.0));
         assert_eq!(report.gpu_bytes, alone.gpu_bytes(), "{:?}", report.place);
@@ -263,6 +266,11 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
         assert_eq!(report.step_s, alone.bound.s, "{:?}", report.place);
         assert!(report.fits);
     }
+    // What is in GPU memory shortens the update that a step waits for.
+    let [_, _, _, with_gpu, in_host, _] = &all[..] else {
+        panic!("six places");
+    };
+    assert!(with_gpu.step_s < in_host.step_s, "{}", PlacesTable(&all));
     let without = Overrides {
         gpu_memory_bytes: Some(0),
         ..h200(1.0)

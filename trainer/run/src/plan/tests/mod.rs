@@ -7,6 +7,7 @@ mod counts;
 mod gpu_units;
 mod groups;
 mod matmuls;
+mod neighbours;
 mod nodes;
 mod refusals;
 mod sequence;
