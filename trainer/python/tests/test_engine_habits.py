@@ -134,3 +134,7 @@ def test_a_loader_has_deepspeeds_order_and_arguments(tmp_path):
     assert [x.tolist() for (x,) in engine.deepspeed_io(data, 4, "eval")] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
     assert [x.item() for (x,) in engine.deepspeed_io(data, data_sampler=torch.utils.data.SequentialSampler(data), num_local_io_workers=0)] == list(range(10))
     engine.destroy()
+    config = {**settings("cpu", tmp_path), "dataloader_drop_last": True}
+    engine, *_ = offloadd.initialize(model=model_of(), config=config, run_dir=tmp_path / "dropped")
+    assert [x.tolist() for (x,) in engine.deepspeed_io(data, 4, "eval")] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    engine.destroy()

@@ -37,6 +37,8 @@ class Settings:
     micro_batches: Optional[int]
     steps_per_print: Optional[int]
     wall_clock_breakdown: bool
+    # Whether the loader that `initialize` makes leaves a smaller last batch out.
+    dataloader_drop_last: bool
     # "bfloat16" or "float16" where the configuration switches one on.
     precision: Optional[str]
     # What happens to a step whose gradients are not finite, for the extension's `LossScale`.

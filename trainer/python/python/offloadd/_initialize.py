@@ -422,6 +422,7 @@ class TrainingEngine(nn.Module):
             batch_size=batch_size or self._micro_batch,
             sampler=data_sampler,
             collate_fn=collate_fn,
+            drop_last=self._settings.dataloader_drop_last,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and torch.cuda.is_available(),
         )

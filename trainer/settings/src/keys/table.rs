@@ -282,7 +282,7 @@ const OTHERS: &[Key] = &[
     key("seq_parallel_communication_data_type", Unused, "sequence-parallel ranks exchange the model's type").package(Unused, "sequence-parallel ranks exchange the model's type"),
     key("disable_allgather", Refused, "leave it out: the stage determines whether ranks gather weights"),
     key("disable_python_gc", Unused, "the trainer does not use Python").package(Unused, "Python's garbage collector is left alone"),
-    key("dataloader_drop_last", Unused, "a batch may continue over the end of the data").package(Unused, "the script's loader decides"),
+    key("dataloader_drop_last", Unused, "a batch may continue over the end of the data").package(Used, "true: the loader that `initialize` makes of training_data leaves a smaller last batch out; a loader of the script decides for itself; false when left out"),
     key("use_data_before_expert_parallelism", Unused, "there are no experts").package(Unused, "there is no expert parallelism"),
     table("amd_specific", "*", Unused, "the same code runs through HIP on AMD GPUs"),
     table("data_efficiency", "enabled seed data_sampling.enabled data_sampling.num_epochs data_sampling.num_workers data_sampling.pin_memory data_sampling.curriculum_learning data_sampling.curriculum_learning.* data_sampling.dynamic_batching data_sampling.dynamic_batching.* data_routing data_routing.*", Refused, "leave it out: train.seed determines the order of the data").package(Refused, "leave it out: the data comes in the order of the script's loader"),

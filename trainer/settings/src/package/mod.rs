@@ -46,6 +46,8 @@ pub struct PackageSettings {
     pub micro_batches: Option<u64>,
     pub steps_per_print: Option<u64>,
     pub wall_clock_breakdown: bool,
+    /// Whether the loader that `initialize` makes leaves a smaller last batch out.
+    pub dataloader_drop_last: bool,
     /// PyTorch's name of the type that the file switches on.
     pub precision: Option<&'static str>,
     /// What happens to a step that overflows.
@@ -266,6 +268,7 @@ fn resolve(
         }),
         steps_per_print,
         wall_clock_breakdown: config.wall_clock_breakdown.unwrap_or(false),
+        dataloader_drop_last: config.dataloader_drop_last.unwrap_or(false),
         precision,
         overflow,
         use_node_local_storage: config.checkpoint.use_node_local_storage.unwrap_or(false),

@@ -65,6 +65,7 @@ keys! {
 
     /// DeepSpeed's file as the Python package reads it, unchecked. `PackageSettings` is the checked form.
     pub struct PackageToml {
+        pub dataloader_drop_last: Option<bool>,
         pub train_batch_size: Option<u64>,
         pub train_micro_batch_size_per_gpu: Option<u64>,
         pub gradient_accumulation_steps: Option<u64>,
