@@ -448,6 +448,11 @@ def test_muons_directions_take_gpu_memory_and_cross_the_bus(llama, tmp_path, mon
     # Activations are gone by then: the larger of both counts.
     monkeypatch.setattr(offloadd._gpu_plan, "directions_of", lambda units, ranks: offloadd._gpu_plan.Directions(1 << 20, 0))
     assert "gpu       1.6 MiB with" in (text := planned("Muon")) and ", directions 1.0 MiB" in text
+    # A plan refuses what a run refuses.
+    without_blocks = json.loads((llama / "config.json").read_text()) | {"num_hidden_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(without_blocks))
+    assert main(["plan", str(path), "--model", str(tmp_path)]) == 1
+    assert "the model has none that is trained" in capsys.readouterr().err
 
 
 def test_the_command_plans_the_optimizer_and_the_tiles_that_a_run_has(llama, tmp_path, capsys):

@@ -120,7 +120,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     before, shape = units_of(model, settings.units or None, trains=trains)[0], (given.batch or 1, given.seq_len)
     chunks = given.mlp_chunks or settings.mlp_chunks, given.loss_chunks or settings.loss_chunks
     of_step = None if given.seq_len is None else computed(model, before, shape, trains, activations, *chunks)
-    align, muon = alignment_of(settings.moments), block_matrices(model, settings.units or None) if settings.rule == "Muon" else set()
+    align, muon = alignment_of(settings.moments), block_matrices(model, settings.units or None) if settings.rule == "Muon" and trains else set()
     experts = Experts(model, settings.units or None, None if settings.parameters_stay else settings.unit_bytes_max, with_block=ranks > 1)
     units, modules = units_of(
         model, settings.units or None, fp32_gradients=settings.fp32_gradients, trains=trains, apart=experts.apart, align_elems=align, muon=muon

@@ -121,10 +121,6 @@ def check_matrices(named: Iterable[tuple[str, torch.Tensor]], muon: Container[in
 def grouped(model: nn.Module, wanted: Optional[Sequence], params: Iterable[Any], lr: float, aux_lr: float) -> list[dict[str, Any]]:
     """Groups of `params`, which may be groups themselves: the matrices of the model's blocks, and after them all else, with the rates of both."""
     matrices = block_matrices(model, wanted)
-    if not matrices:
-        raise Error(
-            'optimizer.type = "Muon" is for the matrices of blocks, and the model has none that is trained: name its blocks in offloadd.units, or use "AdamW"'
-        )
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
     # As torch.optim takes them: also a tensor alone, and what can be gone through once.
@@ -139,7 +135,8 @@ def grouped(model: nn.Module, wanted: Optional[Sequence], params: Iterable[Any],
 
 
 def block_matrices(model: nn.Module, wanted: Optional[Sequence]) -> set[int]:
-    """The ids of the matrices of a model's blocks that are trained: parameters of two dimensions that only their block uses, and no embedding."""
+    """The ids of the matrices of a model's blocks that are trained: parameters of two dimensions that only their block uses, and no embedding. Raises
+    `Error` if there are none."""
     users = users_of(model)
     found = set()
     for _, block in blocks_of(model, wanted):
@@ -149,6 +146,10 @@ def block_matrices(model: nn.Module, wanted: Optional[Sequence]) -> set[int]:
             of_block = all(id(user) in inside and not isinstance(user, (nn.Embedding, nn.EmbeddingBag)) for user in own)
             if param.requires_grad and param.dim() == 2 and of_block:
                 found.add(id(param))
+    if not found:
+        raise Error(
+            'optimizer.type = "Muon" is for the matrices of blocks, and the model has none that is trained: name its blocks in offloadd.units, or use "AdamW"'
+        )
     return found
 
 
