@@ -311,7 +311,7 @@ fn changed_settings_and_data_are_reported_and_used() {
         "note: optimizer.params.lr was 0.003 up to step 2 and is 0.5 from now on",
         "note: dropout was none up to step 2 and is attention_dropout 0.1 from now on",
         "note: train.seq_len was 16 up to step 2 and is 8 from now on",
-        "note: the data is divided into other windows: the run goes on at window 4 of them",
+        "note: the data is divided into other windows: the run resumes at window 4 of them",
     ] {
         assert!(said.contains(note), "{note}: {said}");
     }
