@@ -203,7 +203,7 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
         settings.batch.seq_len = seq_len;
         Change {
             words: vec![format!(
-                "train.seq_len = {seq_len} with train_micro_batch_size_per_gpu = 1"
+                "train.seq_len = {seq_len} with train_micro_batch_size_per_gpu = 1 and gradient_accumulation_steps = 1"
             )],
             settings,
         }

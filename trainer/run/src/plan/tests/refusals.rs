@@ -148,3 +148,49 @@ fn advice_names_a_change_with_which_the_run_fits() {
         "{text}"
     );
 }
+
+/// The number that `text` gives for `key`.
+fn number_for(key: &str, text: &str) -> Option<usize> {
+    let rest = text.split(&format!("{key} = ")).nth(1)?;
+    let digits = rest.split(|letter: char| !letter.is_ascii_digit()).next()?;
+    digits.parse().ok()
+}
+
+#[test]
+fn advice_that_is_followed_leads_to_a_plan() {
+    let small = Overrides {
+        gpu_memory_bytes: Some(16 * GIB),
+        host_memory_bytes: Some(8 * GIB),
+        ..h200(1.0)
+    };
+    let changes = [
+        ("offload.tile_elems", json!(4 << 20)),
+        ("model.vocab_size", json!(1 << 18)),
+        ("model.max_position_embeddings", json!(1 << 16)),
+    ];
+    let mut named = Vec::new();
+    for (seq_len, micro_batch, micro_batches) in [(65536, 4, 8), (65536, 8, 1), (8192, 8, 2)] {
+        let mut settings = large("nvme", "nvme", &changes);
+        let batch = &mut settings.batch;
+        (batch.seq_len, batch.micro_batch) = (seq_len, micro_batch);
+        batch.micro_batches = micro_batches;
+        let text = plan(&settings, &small).problems[0].change.clone();
+        assert!(text.contains("the run then fits"), "{text}");
+        let batch = &mut settings.batch;
+        for (key, value) in [
+            ("train.seq_len", &mut batch.seq_len),
+            ("train_micro_batch_size_per_gpu", &mut batch.micro_batch),
+            ("gradient_accumulation_steps", &mut batch.micro_batches),
+            ("train.mlp_chunks", &mut settings.train.mlp_chunks),
+        ] {
+            if let Some(number) = number_for(key, &text) {
+                *value = number;
+                named.push(key);
+            }
+        }
+        let problems = plan(&settings, &small).problems;
+        assert!(problems.is_empty(), "{text}: {problems:?}");
+    }
+    let others = named.iter().any(|key| *key != "train.seq_len");
+    assert!(others && named.contains(&"train.seq_len"), "{named:?}");
+}
