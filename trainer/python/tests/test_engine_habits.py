@@ -75,6 +75,23 @@ def test_fp16_takes_scaled_losses_only(tmp_path):
     engine.destroy()
 
 
+def test_an_optimizer_of_fp16_steps_again_after_its_engine(tmp_path):
+    """By itself, and under a second engine."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = [x.half() for x in batches(3)]
+    given = {name: value for name, value in settings("cpu", tmp_path, **FP16).items() if name != "optimizer"}
+    for number, x in enumerate(inputs[:2]):
+        engine, *_ = offloadd.initialize(model=model, optimizer=optimizer, config=given, run_dir=tmp_path / f"run{number}")
+        train(engine, [x])
+        assert engine.run.steps_done == 1
+        engine.destroy()
+    before = weights(engine)
+    model(inputs[2]).square().backward()
+    optimizer.step()
+    assert not same(weights(engine), before)
+
+
 def test_a_loss_that_passes_through_another_engines_model_is_scaled_once(tmp_path):
     """A generator's through its critic, whose engine has another scale."""
     x = batches(1)[0].half()

@@ -227,7 +227,8 @@ class TrainingEngine(nn.Module):
         self.optimizer.zero_grad()
 
     def _refuse_step(self, *_: Any) -> None:
-        if not self._stepping:
+        # After the run the optimizer is the script's again, or another engine's.
+        if not (self._stepping or self.run.closed):
             raise NotSupported(
                 "optimizer.step() of an engine that skips steps whose gradients are not finite: call engine.step(), which also divides them by the loss scale"
             )
