@@ -415,19 +415,19 @@ class TrainingEngine(nn.Module):
     ) -> Union["Batches", torch.utils.data.DataLoader]:
         """A loader of micro-batches of each rank's part of the data. For training they are in random order, the same as DeepSpeed's, and a resumed run
         continues in it; for another `route` they are in the order of the data."""
-        trains = route == "train"
+        trains, own = route == "train", None
         if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
-            data_sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=trains)
+            own = torch.utils.data.DistributedSampler(dataset, num_replicas=self.world_size, rank=self.global_rank, shuffle=trains)
         loader = torch.utils.data.DataLoader(
             dataset,
             batch_size=batch_size or self._micro_batch,
-            sampler=data_sampler,
+            sampler=own if data_sampler is None else data_sampler,
             collate_fn=collate_fn,
             drop_last=self._settings.dataloader_drop_last,
             num_workers=num_local_io_workers or 0,
             pin_memory=pin_memory and torch.cuda.is_available(),
         )
-        return Batches(self.run, loader) if trains else loader
+        return Batches(self.run, loader, own) if trains and self.optimizer is not None else loader
 
     # State
 
@@ -542,7 +542,10 @@ class ReadingEngine(TrainingEngine):
                 self._sequences = attach(model, settings.sequence_parallel_size)
         self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
-        self._accumulated = 1
+        self._micro_batch, self._accumulated = settings.micro_batch or 1, 1
+        self._scaling = LossScaling(1, "stops", scales=False)
+        self.global_steps = self.micro_steps = 0
+        self._at_boundary, self._applied = None, False
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         raise Error('backward: this engine was initialized without an optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
