@@ -163,7 +163,7 @@ class TrainingEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if name.startswith("_"):
+            if name.startswith("_") or hasattr(type(self.module), name):
                 raise
             raise missing_of_engine(name, type(self.module).__name__) from None
 
