@@ -143,12 +143,44 @@ def test_what_neither_an_engine_nor_its_model_has_is_refused_by_name(tmp_path):
     engine.destroy()
 
 
+def test_an_error_in_a_property_of_the_model_is_not_taken_for_a_missing_name(tmp_path):
+    model = model_of()
+    type(model).broken = property(lambda self: self.blocks.nothing)
+    try:
+        engine, *_ = offloadd.initialize(model=model, config=settings("cpu", tmp_path), run_dir=tmp_path / "run")
+        with pytest.raises(AttributeError) as found:
+            engine.broken
+        assert not isinstance(found.value, offloadd.NotSupported)
+        engine.destroy()
+    finally:
+        del type(model).broken
+
+
+def test_an_engine_that_only_reads_has_the_names_of_one_that_trains(tmp_path):
+    given = {name: value for name, value in settings("cpu", tmp_path).items() if name != "optimizer"}
+    data = torch.utils.data.TensorDataset(torch.arange(3.0))
+    for device in ("none", "cpu"):
+        where = {"zero_optimization": {}} if device == "none" else {}
+        engine, *_ = offloadd.initialize(model=model_of(), config={**given, **where}, run_dir=tmp_path / device)
+        counts = engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.cur_scale
+        assert (counts, engine.get_batch_info(), engine.was_step_applied()) == ((0, 0, 0, 0, 1.0), (1, 1, 1), False)
+        assert engine.is_gradient_accumulation_boundary()
+        for route in ("train", "eval"):
+            assert sorted(x.item() for (x,) in engine.deepspeed_io(data, route=route)) == [0, 1, 2]
+        engine.zero_grad(set_to_none=True)
+        engine.destroy()
+
+
 def test_a_loader_has_deepspeeds_order_and_arguments(tmp_path):
     data = torch.utils.data.TensorDataset(torch.arange(10.0))
     engine, _, loader, _ = offloadd.initialize(model=model_of(), config=settings("cpu", tmp_path), training_data=data, run_dir=tmp_path / "run")
     expected = [float(index) for index in torch.utils.data.DistributedSampler(data, 1, 0)]
     assert [x.item() for (x,) in loader] == expected
     assert [x.tolist() for (x,) in engine.deepspeed_io(data, 4, "eval")] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
+    own = torch.utils.data.DistributedSampler(data, 1, 0)
+    own.set_epoch(7)
+    expected = [float(index) for index in own]
+    assert [x.item() for (x,) in engine.deepspeed_io(data, data_sampler=own)] == expected, "a script's sampler has the script's epoch"
     assert [x.item() for (x,) in engine.deepspeed_io(data, data_sampler=torch.utils.data.SequentialSampler(data), num_local_io_workers=0)] == list(range(10))
     engine.destroy()
     config = {**settings("cpu", tmp_path), "dataloader_drop_last": True}

@@ -25,7 +25,7 @@ class Gradients:
         self._gathering, self._core, self._ranks = gathering, core, gathering.ranks
         # The kind of pass that is under way.
         self.kind: Any = None
-        # What becomes of each gradient before it is added to those of the step, where somebody scales them.
+        # Scales each gradient before it is added to those of the step; None where the losses are scaled already.
         self.scaled: Optional[Callable[[torch.Tensor], torch.Tensor]] = None
         # Of several ranks: times a unit's part of this backward was over, the gradients it had then, and whether it has all of them,
         # by the kind of pass, the unit and that time.

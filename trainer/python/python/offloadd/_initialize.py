@@ -213,7 +213,7 @@ class TrainingEngine(nn.Module):
                 self.optimizer.zero_grad()
                 return
             self.run.commits.reports.loss_scale = scale if self._scaling.scales else None
-        # Of a script's own backwards nobody knows the loss.
+        # The losses of a script's own `loss.backward()` are not known.
         self.run.commits.reports.loss = math.fsum(map(float, self._losses)) if self._losses else math.nan
         self._losses.clear()
         self._stepping = True
@@ -255,9 +255,9 @@ class TrainingEngine(nn.Module):
         """Whether the last `step` updated the weights."""
         return self._applied
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients that have come."""
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     # The model
 
@@ -553,6 +553,9 @@ class ReadingEngine(TrainingEngine):
     def step(self, lr_kwargs: Any = None) -> None:
         raise Error('step: this engine was initialized without an optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none=set_to_none)
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self.module.state_dict()
 
@@ -624,14 +627,14 @@ class _ParameterOffload:
 
 
 class Batches:
-    """A loader whose position is committed with each step."""
+    """A loader whose position is committed with each step. The order of `sampler` is another one in each epoch; a script's own sampler stays as it is."""
 
-    def __init__(self, run: Run, loader: torch.utils.data.DataLoader) -> None:
-        self._run, self.loader = run, loader
+    def __init__(self, run: Run, loader: torch.utils.data.DataLoader, sampler: Optional[torch.utils.data.DistributedSampler]) -> None:
+        self._run, self.loader, self._sampler = run, loader, sampler
 
     def __iter__(self) -> Iterator:
-        if isinstance(self.loader.sampler, torch.utils.data.DistributedSampler):
-            self.loader.sampler.set_epoch(self._run.epoch)
+        if self._sampler is not None:
+            self._sampler.set_epoch(self._run.epoch)
         return self._run.batches(self.loader)
 
     def __len__(self) -> int:

@@ -16,9 +16,9 @@ from ._errors import NotSupported
 
 
 class LossScaling:
-    """That of one engine."""
+    """The scale of one engine's losses."""
 
-    # Calls of `backward` under way, of any engine: the loss of a generator passes through the model of its critic, which has another one.
+    # Calls of `backward` under way, of any engine: a generator's loss passes through the model of its critic, which has an engine of its own.
     _in_backward: ClassVar[int] = 0
 
     def __init__(self, accumulated: int, overflow: Any, scales: bool) -> None:
@@ -65,7 +65,7 @@ class LossScaling:
         return loss * self.scale if self.scales else loss
 
     def of_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """What is added to the step's gradients of one that comes."""
+        """Returns what a gradient that comes adds to those of the step."""
         if LossScaling._in_backward:
             return grad
         if self.scales and not self._by_script:
