@@ -113,16 +113,18 @@ enum Size {
 
 impl Size {
     fn bytes(&self) -> Result<u64, UnitError> {
-        match self {
-            Self::Number(bytes) => Ok(*bytes),
-            Self::Words(words) => parse_bytes(words),
-        }
+        self.parse(parse_bytes)
     }
 
     fn bytes_per_s(&self) -> Result<u64, UnitError> {
+        self.parse(parse_rate)
+    }
+
+    /// Returns at most what TOML's integers hold, because settings are printed as TOML.
+    fn parse(&self, parse: fn(&str) -> Result<u64, UnitError>) -> Result<u64, UnitError> {
         match self {
-            Self::Number(bytes) => Ok(*bytes),
-            Self::Words(words) => parse_rate(words),
+            Self::Number(number) => Ok(*number),
+            Self::Words(words) => Ok(parse(words)?.min(i64::MAX as u64)),
         }
     }
 }
@@ -235,10 +237,10 @@ impl Config {
     /// Formats all settings, with defaults filled in, as TOML that parses to the same settings.
     pub fn to_toml(&self) -> String {
         let mut text = format!(
-            "socket = {:?}\ndevices = {:?}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
+            "socket = {}\ndevices = {}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
              iodepth_max = {}\nscrub_bytes_per_s_max = {} # {}\n",
-            self.socket,
-            self.devices,
+            path_value(&self.socket),
+            toml::Value::Array(self.devices.iter().map(|path| path_value(path)).collect()),
             self.arena_bytes_max,
             ApproxBytes(self.arena_bytes_max),
             self.engine.name(),
@@ -255,7 +257,8 @@ impl Config {
             );
         }
         if let Some(listen) = &self.metrics_listen {
-            text += &format!("[metrics]\nlisten = {:?}\n", listen.to_toml());
+            let listen = toml::Value::String(listen.to_toml());
+            text += &format!("[metrics]\nlisten = {listen}\n");
         }
         text + &quota::to_toml(&self.quotas)
     }
@@ -274,6 +277,11 @@ impl Config {
             rebalance_bytes_per_s_max: self.rebalance_bytes_per_s_max,
         }
     }
+}
+
+/// A path that was read from TOML, which has UTF-8 only.
+fn path_value(path: &Path) -> toml::Value {
+    toml::Value::String(path.to_string_lossy().into_owned())
 }
 
 fn descriptor_socket(socket: &Path) -> PathBuf {

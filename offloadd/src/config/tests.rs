@@ -54,6 +54,20 @@ fn every_key_is_read() {
 }
 
 #[test]
+fn settings_are_printed_as_they_are_read() {
+    // Quotes and a combining character, which Rust escapes as TOML does not, and more bytes than an integer of TOML holds.
+    let hard = WHOLE
+        .replace("/mnt/nvme0/tiles", "/mnt/cafe\u{301} \\\"a\\\" 'b'/tiles")
+        .replace("127.0.0.1:9464", "unix:/run/e\u{301}.sock")
+        .replace("64GiB", "8388608TiB")
+        + "[quota.default]\ndevice_bytes_max = \"8388608TiB\"\n";
+    for text in [WHOLE, hard.as_str()] {
+        let config = parse(text).unwrap();
+        assert_eq!(parse(&config.to_toml()).unwrap(), config);
+    }
+}
+
+#[test]
 fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
     let message = parse(&WHOLE.replace("devices", "device")).unwrap_err();
     assert!(message.contains("`device`"), "{message}");
