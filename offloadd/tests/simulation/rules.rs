@@ -5,11 +5,12 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Request, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
+use offloadd::quota::Limits;
 use offloadd::store::definition::Durability::{self, Committed};
 use offloadd::store::definition::{JobDefinition, TileKind};
 use test_hooks::random::SimRandom;
 
-use super::world::{PEER, Process, World, definition, formatted, job, outcome};
+use super::world::{LIMITS, PEER, Process, World, definition, formatted, job, outcome};
 
 const TILES: u32 = 6;
 
@@ -186,6 +187,14 @@ fn a_dead_process_keeps_its_arena_until_its_io_has_ended() {
     // The process that follows waits: this rank, and the other one of two.
     assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Queued);
     assert_eq!(kind(world.open(&job("a"), 1, 2)), FaultKind::Queued);
+    // So it does where the session that ends is the last that there can be.
+    let only_one = Limits {
+        sessions_max: 1,
+        ..LIMITS
+    };
+    world.event(Event::Limits(only_one));
+    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Queued);
+    assert_eq!(kind(world.open(&job("b"), 0, 1)), FaultKind::TooMany);
     world.run();
     assert_eq!(world.engine.strays_count, 0);
     assert_eq!(world.dropped, [process.session]);

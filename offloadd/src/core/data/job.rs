@@ -197,7 +197,12 @@ impl Job {
     ) -> Result<(), Fault> {
         let name = &self.key.name;
         let busy = |why: String| Err(Fault::new(FaultKind::Busy, why));
-        let soon = |why: String| Err(Fault::new(FaultKind::Queued, why));
+        let soon = |why: String| {
+            let what = format!(
+                "{why}; if this takes long, `offloadd top` shows the device that does not answer"
+            );
+            Err(Fault::new(FaultKind::Queued, what))
+        };
         if let Some(fault) = &self.broken {
             return Err(fault.clone());
         }

@@ -228,15 +228,6 @@ impl Admission<'_> {
     pub(super) fn check_open(&self, key: &JobKey, open: &OpenSession) -> Result<Geometry, Fault> {
         let fault = |kind, message| Err(Fault::new(kind, message));
         let (name, rank) = (&key.name, open.rank);
-        if self.sessions.len() >= self.limits.sessions_max as usize {
-            return fault(
-                FaultKind::TooMany,
-                format!(
-                    "{} sessions are open, which is the limit",
-                    self.sessions.len()
-                ),
-            );
-        }
         if self.sessions.has_token(&open.token) {
             return fault(FaultKind::Invalid, "the token is in use".into());
         }
@@ -254,6 +245,16 @@ impl Admission<'_> {
             let ending = sessions.filter(|session| session.key == *key && session.is_ending());
             let ending = ending.map(|session| session.rank).collect();
             job.check_member(rank, open.local_ranks, &ending)?;
+        }
+        // After that: a process that follows another on a job waits for its session to end, which may be the last that there can be.
+        if self.sessions.len() >= self.limits.sessions_max as usize {
+            return fault(
+                FaultKind::TooMany,
+                format!(
+                    "{} sessions are open, which is the limit",
+                    self.sessions.len()
+                ),
+            );
         }
         let geometry = Geometry::new(&open.classes)
             .map_err(|error| Fault::new(FaultKind::Invalid, error.to_string()))?;
