@@ -216,7 +216,7 @@ impl Job {
                     "the last operations of rank {rank} of job {name} in {process} are still ending"
                 )),
                 false => busy(format!(
-                    "rank {rank} of job {name} is open already in {process}"
+                    "rank {rank} of job {name} is open already in {process}: end it first"
                 )),
             };
         }
@@ -244,7 +244,7 @@ impl Job {
         }
         if self.members.len() >= self.local_ranks as usize {
             return busy(format!(
-                "all {local_ranks} local ranks of job {name} are open already in {}",
+                "all {local_ranks} local ranks of job {name} are open already in {}: end them first",
                 self.processes()
             ));
         }
