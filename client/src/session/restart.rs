@@ -30,6 +30,9 @@ const NEXT_WAIT: Duration = Duration::from_secs(10);
 /// How long an open waits where nobody listens on the socket: a daemon that has just bound it, or one that was killed.
 const LISTEN_WAIT: Duration = Duration::from_secs(1);
 
+/// How long an open waits for the last operations of a session that it follows. A device that is slower hangs.
+const ENDING_WAIT: Duration = Duration::from_secs(60);
+
 /// Attempts to open a session. A daemon that stops, or that is being replaced, is waited for, and one that can open it soon; one that was never
 /// there is not.
 #[derive(Debug)]
@@ -53,12 +56,18 @@ impl Attempts {
     /// Pauses before the next attempt, or returns the error that stands.
     pub(super) fn again_after(&mut self, error: ClientError) -> Result<(), ClientError> {
         let again = match &error {
-            ClientError::Refused(fault) if fault.kind == FaultKind::Queued => {
+            ClientError::Refused(fault)
+                if matches!(fault.kind, FaultKind::Queued | FaultKind::Ending) =>
+            {
                 if !self.told && self.began.elapsed() > QUIET {
                     self.told = true;
                     tracing::warn!("waiting for offloadd: {}", fault.message);
                 }
-                self.began.elapsed() < LONG_WAIT
+                let limit = match fault.kind {
+                    FaultKind::Ending => ENDING_WAIT,
+                    _ => LONG_WAIT,
+                };
+                self.began.elapsed() < limit
             }
             ClientError::Connect { source, .. } => {
                 let limit = match source.kind() {

@@ -52,12 +52,14 @@ pub enum FaultKind {
     Stopping = 23,
     /// No such job or session.
     NotFound = 24,
-    /// Not yet, but soon: the user has too many new sessions that no process has fetched, or the job's last operations are still ending.
+    /// The user has too many new sessions that no process has fetched yet: ask again in a moment.
     Queued = 25,
+    /// The last operations of the job, or of this rank of it, are still ending: ask again in a moment.
+    Ending = 26,
 }
 
 impl FaultKind {
-    const ALL: [Self; 25] = [
+    const ALL: [Self; 26] = [
         Self::Io,
         Self::Short,
         Self::NoSpace,
@@ -83,6 +85,7 @@ impl FaultKind {
         Self::Stopping,
         Self::NotFound,
         Self::Queued,
+        Self::Ending,
     ];
 
     /// Returns the kind with this number, if this version knows it.

@@ -185,15 +185,15 @@ fn a_dead_process_keeps_its_arena_until_its_io_has_ended() {
     });
     assert_eq!(world.dropped, [], "its writes are still in flight");
     // The process that follows waits: this rank, and the other one of two.
-    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Queued);
-    assert_eq!(kind(world.open(&job("a"), 1, 2)), FaultKind::Queued);
+    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Ending);
+    assert_eq!(kind(world.open(&job("a"), 1, 2)), FaultKind::Ending);
     // So it does where the session that ends is the last that there can be.
     let only_one = Limits {
         sessions_max: 1,
         ..LIMITS
     };
     world.event(Event::Limits(only_one));
-    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Queued);
+    assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Ending);
     assert_eq!(kind(world.open(&job("b"), 0, 1)), FaultKind::TooMany);
     world.run();
     assert_eq!(world.engine.strays_count, 0);

@@ -201,7 +201,7 @@ impl Job {
             let what = format!(
                 "{why}; if this takes long, `offloadd top` shows the device that does not answer"
             );
-            Err(Fault::new(FaultKind::Queued, what))
+            Err(Fault::new(FaultKind::Ending, what))
         };
         if let Some(fault) = &self.broken {
             return Err(fault.clone());

@@ -151,7 +151,7 @@ impl Member {
                     record = found;
                 }
                 Err(fault) => {
-                    let is_open = matches!(fault.kind, FaultKind::Busy | FaultKind::Queued);
+                    let is_open = matches!(fault.kind, FaultKind::Busy | FaultKind::Ending);
                     assert!(is_open && rank == 0, "{fault}");
                     return None;
                 }
