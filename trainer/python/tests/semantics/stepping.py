@@ -875,6 +875,8 @@ saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(ne
 saved.equal("`safetensors` of the state", lambda s: _after(s, lambda: _safetensors(s.model.state_dict())))
 saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)))
 saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s))
+saved.equal("weights that were tied, with `keep_vars`", lambda s: _untied_state(s, keep_vars=True))
+saved.equal("weights that were tied, where parameters stay with the model", lambda s: _untied_state(s), devices=("none",))
 saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()), devices=BOTH)
 saved.equal("`optimizer.state_dict()` before the first step", lambda s: s.optimizer.state_dict())
 saved.equal(
@@ -953,6 +955,15 @@ class Tied(Net):
     def forward(self, x):
         x = super().forward(self.mix(self.back(x)))
         return x
+
+
+def _untied_state(s, **more):
+    s.begin(randomized(Tied()))
+    s.step(0)
+    s.model.back.weight = nn.Parameter(torch.full_like(s.model.back.weight, 0.1), requires_grad=False)
+    s.step(1)
+    state = s.model.state_dict(**more)
+    return [list(state), state]
 
 
 def _tied_state(s):
