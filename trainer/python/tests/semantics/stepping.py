@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from table import Block, Net, Theme, adamw, net, randomized
+from table import CLASSES, Block, Net, Theme, adamw, net, randomized
 
 BOTH = ("cpu", "nvme")
 
@@ -588,6 +588,36 @@ def _(s):
     s.optimizer.step = lambda *args: [calls.append(1), step(*args)][1]
     s.step(0, 1)
     return calls
+
+
+@optimizers.refused("`decoupled_weight_decay` switched off later", "adds the decay to the gradient")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    s.continues = False
+    s.step(1)
+
+
+def _put_into_a_group(s, put):
+    """A parameter that comes to the optimizer's groups without `add_param_group`."""
+    s.step(0)
+    s.model.gain = nn.Parameter(torch.ones(CLASSES))
+    s.loss_of = lambda model, x, y: F.cross_entropy(model(x) * model.gain, y)
+    s.continues = False
+    put(s.optimizer.param_groups, s.model.gain)
+    s.step(1)
+
+
+optimizers.refused(
+    "a new parameter appended to a group's list",
+    "put there after offloadd.prepare",
+    lambda s: _put_into_a_group(s, lambda groups, p: groups[0]["params"].append(p)),
+)
+optimizers.refused(
+    "a new group appended to `param_groups`",
+    "put there after offloadd.prepare",
+    lambda s: _put_into_a_group(s, lambda groups, p: groups.append({**groups[0], "params": [p]})),
+)
 
 
 @optimizers.refused("`maximize` set later", "maximize")
