@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import os
+import signal
 
 import pytest
 import torch
@@ -366,6 +368,39 @@ def _(s):
         if number != 1:
             s.optimizer.step()
         s.model.zero_grad()
+
+
+# Signals
+
+
+@habit("a handler of a signal saves while gradients go to their tiles", refused="set a flag")
+def _(s):
+    s.begin()
+    s.step(0)
+    beside = s.optimizer._run.beside
+    plain = beside._take
+    before = signal.signal(signal.SIGUSR1, lambda *_: s.optimizer.state_dict())
+    try:
+        beside._take = lambda *args: [plain(*args), os.kill(os.getpid(), signal.SIGUSR1)]
+        s.step(1)
+    finally:
+        beside._take = plain
+        signal.signal(signal.SIGUSR1, before)
+
+
+@habit("a handler of a signal saves while parameters come back")
+def _(s):
+    s.begin()
+    s.step(0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: s.optimizer.state_dict())
+    try:
+        if s.ours:
+            memory = s.optimizer._run.beside.memory
+            plain = memory.ready
+            memory.ready = lambda unit: [plain(unit), os.kill(os.getpid(), signal.SIGUSR1)]
+        s.step(1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 # States

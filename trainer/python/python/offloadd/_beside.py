@@ -20,6 +20,7 @@ from ._memory import GpuDevice, GpuMemory, HostMemory, Memory
 from ._order import Order
 from ._param_units import ParamUnit, Piece, flat_like, flat_of, grad_of, is_dtensor, local_of, main_grad_of
 from ._ranks import Ranks
+from ._reentry import not_reentered
 from ._watch import bit_sums
 
 
@@ -110,6 +111,7 @@ class Beside:
     def _taken_early(self) -> set[int]:
         return {id(piece.param) for unit in self.units if unit.index in self._early for piece in unit.params}
 
+    @not_reentered
     def hand_over(self, grads: dict[int, torch.Tensor], remember: bool = True, begun: bool = False) -> None:
         """Takes gradients to their tiles, as far as they are not there since backward, and adds up their squares. What comes next finds out
         what was changed since then, if it is to `remember`. Where updates have `begun`, nothing was."""

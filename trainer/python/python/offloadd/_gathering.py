@@ -20,6 +20,7 @@ from ._memory import HostMemory, Memory
 from ._order import Order
 from ._packed import is_wrapper, wrap_again
 from ._ranks import Ranks
+from ._reentry import not_reentered
 from ._state_copies import StateCopies
 from ._released import in_transform, outside_transforms
 from ._units import Unit
@@ -86,6 +87,7 @@ class Gathering:
         self._released: dict[type, type] = {}
         self.memory: Memory = HostMemory(core, units)
 
+    @not_reentered
     def gather(self, unit: Unit, record: bool = True) -> None:
         """Brings the unit's newest parameters to where they belong."""
         if unit.here and (unit.fresh or not self.keep):
@@ -213,15 +215,17 @@ class Gathering:
         elif unit.kept and not (unit.resident and unit.fresh):
             self.take_away(unit)
 
+    @not_reentered
     def take_away(self, unit: Unit, keep: bool = False) -> None:
         """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
+        # First: a handler of a signal may come in between.
+        self.guard(unit)
         if keep:
             self.memory.keep(unit)
             unit.access.forbid()
         else:
             self.memory.release(unit)
-        self.guard(unit)
         unit.here = unit.expected = False
         unit.kept = keep
 

@@ -13,6 +13,7 @@ from ._errors import NotSupported
 from ._forwards import in_backward
 from ._gathering import Gathering
 from ._given import take_given
+from ._reentry import not_reentered
 from ._tile_gradients import BackwardGradients, GradientInTile
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
@@ -256,6 +257,7 @@ class Gradients:
         found = Unit.view_of(flat, param, unit.offsets[_index(unit, param)])
         return found.to(device=param.device, dtype=param.dtype, copy=True)
 
+    @not_reentered
     def of_unit(self, unit: Unit) -> torch.Tensor:
         """A copy of all gradients of a unit, in host memory."""
         if self._read is None or self._read[0] is not unit:
@@ -299,6 +301,7 @@ class Gradients:
                     if id(param) not in given:
                         param.grad = held
 
+    @not_reentered
     def hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
         self._read = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 from torch import nn
 
@@ -20,11 +20,9 @@ _METHODS = ("zero_grad", "state_dict", "load_state_dict", "save_pretrained", "ge
 class ModelMethods:
     """Puts them into one model until `end`."""
 
-    def __init__(self, engine: Engine, rewriting: Rewriting, names: Mapping[int, Sequence[str]]) -> None:
+    def __init__(self, engine: Engine, rewriting: Rewriting) -> None:
         self._engine, self._gathering, self._rewriting = engine, engine.gathering, rewriting
         self._model = model = engine.model
-        # Parameters with several names.
-        self._tied = [of_one for of_one in names.values() if len(of_one) > 1]
         self._plain_zero_grad, self._plain_state_dict = model.zero_grad, model.state_dict
         model.zero_grad, model.state_dict, model.load_state_dict = self._zero_grad, self._state_dict, self._load_state_dict
         self._parts_loaded = PartsLoaded(self._gathering, rewriting.check_loadable, rewriting.replace)
@@ -51,16 +49,11 @@ class ModelMethods:
 
     def _state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state; names of one parameter have one tensor, as in a model that is not prepared."""
-        if not (args or kwargs.get("keep_vars") or self._gathering.keep):
-            state = self._plain_state_dict(**{**kwargs, "keep_vars": True})
-            state.update(Blocks(self._gathering, state).copies())
-            return state
-        state = self._plain_state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for first, *others in self._tied:
-            for name in others:
-                if prefix + name in state:
-                    state[prefix + name] = state[prefix + first]
+        kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args)), **kwargs}
+        if kwargs.get("keep_vars") or self._gathering.keep:
+            return self._plain_state_dict(**kwargs)
+        state = self._plain_state_dict(**{**kwargs, "keep_vars": True})
+        state.update(Blocks(self._gathering, state).copies())
         return state
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

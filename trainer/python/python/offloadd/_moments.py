@@ -13,6 +13,7 @@ from ._commits import Commits
 from ._console import bytes_text
 from ._errors import Error, NotSupported
 from ._released import ReadOnlyCopy, Origin, Reader
+from ._reentry import not_reentered
 from ._rewriting import Rewriting
 from ._supported_optimizers import MOMENTS
 from ._units import Unit
@@ -54,6 +55,7 @@ class Moments:
         """Updates so far of a parameter."""
         return self._commits.updates.get(self._commits.layout.index_of.get(id(param), -1), 0)
 
+    @not_reentered
     def read(self, unit: Unit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a trained unit in fp32, in host memory; zeros where the optimizer has no variance. All ranks must call it."""
         flats, ranks = _fp32_like(unit), self._commits.ranks

@@ -55,6 +55,7 @@ from ._param_units import (
 )
 from ._plan import Plan
 from ._ranks import Ranks
+from ._reentry import not_reentered
 from ._reports import Reports
 from ._run_dir import LAYOUT, check_name, claim, disclaim
 from ._state import set_random_state
@@ -329,7 +330,8 @@ class OptimizerRun:
         commits.seal()
         if begun is not None:
             units = begun.in_order(units)
-        interrupts.repeat(lambda: beside.write_back(units))
+        with interrupts.later():
+            interrupts.repeat(lambda: beside.write_back(units))
         beside.forget()
         core.begin_step()
         self._uncommitted += 1
@@ -486,6 +488,7 @@ class OptimizerRun:
         """Bytes of this rank's moments, and of the masters that go with them."""
         return sum(local_of(param).numel() * state_bytes(param, self.names_of(param), self.settings.master) for param in self.updated())
 
+    @not_reentered
     def read(self, unit: ParamUnit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a unit in fp32, in host memory. All ranks must call it."""
         flats = [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)]

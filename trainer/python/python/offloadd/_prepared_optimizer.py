@@ -19,7 +19,7 @@ from ._moments import Moments, ParamStates, States, check_room, no_write, plain
 from ._rewriting import Rewriting
 from ._state_copies import StateCopies
 from ._steps import Steps
-from ._supported_optimizers import check_settings, plain_of
+from ._supported_optimizers import NO_MOMENTS, check_settings, plain_of
 
 
 class PreparedOptimizer:
@@ -123,10 +123,7 @@ class PreparedOptimizer:
         self._offloadd_run.moments.load(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise NotSupported(
-            "add_param_group after offloadd.prepare: the run's tiles have moments for the parameters that the optimizer had then. Give it all of "
-            "them, with a learning rate of 0 until they are to be trained; or close() the run and prepare the model again"
-        )
+        raise NotSupported(f"add_param_group after offloadd.prepare: {NO_MOMENTS}")
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise NotSupported("the optimizer of a prepared model cannot be pickled or copied: save its state_dict()")

@@ -269,7 +269,7 @@ class Run:
         # Of steps that the script has made before.
         states = {id(param): of_param for param, of_param in self.optimizer.state.items() if of_param}
         take_over(self.optimizer, OfRun(Steps(self.commits), self.moments, self.rewriting))
-        self._methods = ModelMethods(self.engine, self.rewriting, self.commits.layout.names)
+        self._methods = ModelMethods(self.engine, self.rewriting)
         self.whole = Whole(self.engine, self.plan)
         if not self.trains:
             # Its methods are given back with the others.

@@ -15,7 +15,7 @@ from ._directions import give_directions, momentum_step
 from ._errors import Error
 from ._interrupts import Interrupts
 from ._tile_gradients import PARTIAL, GradientInTile
-from ._supported_optimizers import check_rules, check_settings
+from ._supported_optimizers import check_added, check_rules, check_settings
 
 # lr, beta1, beta2, eps and weight_decay of updates, each once.
 Scalars = list[tuple[float, ...]]
@@ -40,6 +40,7 @@ class Steps:
         if gradients.broken or gradients.half_backward:
             raise Error("the last backward did not end, so some gradients are missing: call zero_grad() and continue with the next batch")
         self.engine.gathering.refuse_writes()
+        check_added(commits.optimizer, self.engine.gathering.unit_of)
         dropped, given = gradients.looked_at()
         if not given and len(dropped) == len(gradients.handles):
             # As plain PyTorch: parameters without gradients stay as they are.

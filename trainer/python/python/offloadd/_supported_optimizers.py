@@ -57,6 +57,12 @@ _LIONS = ("lion_pytorch.lion_pytorch.Lion", "lion_pytorch.foreach.Lion")
 # What is Muon here.
 _MUON = "offloadd.optim.Muon, whose groups with use_muon=False are for all but the matrices of blocks and are updated by AdamW"
 
+# Why a run takes no further parameters.
+NO_MOMENTS = (
+    "the run's tiles have moments for the parameters that the optimizer had then. Give it all of them, with a learning rate of 0 until they are to be "
+    "trained; or close() the run and prepare the model again"
+)
+
 # Options that change the update.
 _OPTIONS = ("amsgrad", "maximize", "differentiable")
 
@@ -106,11 +112,20 @@ def check_settings(optimizer: torch.optim.Optimizer) -> None:
         # 1 is Lion itself.
         if group.get("cautious_factor", 1.0) != 1.0:
             raise NotSupported(f"{name} with cautious_factor={group['cautious_factor']}: it changes the update; use lion_pytorch.Lion")
-        decoupled = rule != "AdamW" or isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        decoupled = rule != "AdamW" or group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         if group["weight_decay"] and not decoupled:
             raise NotSupported(
-                f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight"
+                f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW as it is, which decays the weight"
             )
+
+
+def check_added(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
+    """Refuses gradients of parameters that a script has put into the groups since the run began: only those with the ids `known` are in tiles."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            # A parameter without elements needs no update.
+            if id(param) not in known and param.numel() and param.grad is not None:
+                raise NotSupported(f"parameter {index} of group {number} of {name_of(type(optimizer))}, put there after offloadd.prepare: {NO_MOMENTS}")
 
 
 def plain_of(kind: type) -> type:

@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import signal
 import threading
 
 import torch
@@ -482,6 +483,53 @@ def _(s):
             s.step(number)
         except RuntimeError:
             s.optimizer.zero_grad()
+
+
+def _signalled(s, handler, begin):
+    """Trains while `begin` arranges signals, given a function that sends one, and their handler calls `handler`."""
+    s.begin()
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler(s))
+    try:
+        begin(lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+        s.step(0, 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _in_forwards(s, send):
+    handles = [block.register_forward_hook(lambda *_: send()) for block in s.model.blocks[:2]]
+    s.optimizer.register_step_post_hook(lambda *_: [handle.remove() for handle in handles] and None)
+
+
+failing.equal(
+    "a handler of a signal that saves, in a forward", lambda s: _signalled(s, lambda s: s.note(s.model.state_dict()), lambda send: _in_forwards(s, send))
+)
+failing.equal("a handler of a signal that evaluates, in a forward", lambda s: _signalled(s, _looks, lambda send: _in_forwards(s, send)))
+
+
+def _looks(s):
+    with torch.no_grad(), torch.random.fork_rng():
+        s.note(s.model.blocks[2](torch.ones(1, 16)))
+
+
+def _while_weights_come(s, handler):
+    """A signal comes while a block's weights come, once."""
+
+    def begin(send):
+        s.step(2)
+        if s.run is not None:
+            memory = s.run.engine.gathering.memory
+            plain, left = memory.ready, [send]
+            memory.ready = lambda unit: [plain(unit), left and left.pop()()]
+
+    _signalled(s, handler, begin)
+
+
+failing.refused("a handler of a signal that saves, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model.state_dict()))
+failing.refused("a handler of a signal that evaluates, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model(s.x())))
+failing.refused(
+    "a handler of a signal that reads moments, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.optimizer.state_dict())
+)
 
 
 @failing.equal("a read that fails")

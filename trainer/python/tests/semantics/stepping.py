@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from table import Block, Net, Theme, adamw, net, randomized
+from table import CLASSES, Block, Net, Theme, adamw, net, randomized
 
 BOTH = ("cpu", "nvme")
 
@@ -590,6 +590,36 @@ def _(s):
     return calls
 
 
+@optimizers.refused("`decoupled_weight_decay` switched off later", "adds the decay to the gradient")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["decoupled_weight_decay"] = False
+    s.continues = False
+    s.step(1)
+
+
+def _put_into_a_group(s, put):
+    """A parameter that comes to the optimizer's groups without `add_param_group`."""
+    s.step(0)
+    s.model.gain = nn.Parameter(torch.ones(CLASSES))
+    s.loss_of = lambda model, x, y: F.cross_entropy(model(x) * model.gain, y)
+    s.continues = False
+    put(s.optimizer.param_groups, s.model.gain)
+    s.step(1)
+
+
+optimizers.refused(
+    "a new parameter appended to a group's list",
+    "put there after offloadd.prepare",
+    lambda s: _put_into_a_group(s, lambda groups, p: groups[0]["params"].append(p)),
+)
+optimizers.refused(
+    "a new group appended to `param_groups`",
+    "put there after offloadd.prepare",
+    lambda s: _put_into_a_group(s, lambda groups, p: groups.append({**groups[0], "params": [p]})),
+)
+
+
 @optimizers.refused("`maximize` set later", "maximize")
 def _(s):
     s.step(0)
@@ -875,6 +905,8 @@ saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(ne
 saved.equal("`safetensors` of the state", lambda s: _after(s, lambda: _safetensors(s.model.state_dict())))
 saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)))
 saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s))
+saved.equal("weights that were tied, with `keep_vars`", lambda s: _untied_state(s, keep_vars=True))
+saved.equal("weights that were tied, where parameters stay with the model", lambda s: _untied_state(s), devices=("none",))
 saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()), devices=BOTH)
 saved.equal("`optimizer.state_dict()` before the first step", lambda s: s.optimizer.state_dict())
 saved.equal(
@@ -953,6 +985,15 @@ class Tied(Net):
     def forward(self, x):
         x = super().forward(self.mix(self.back(x)))
         return x
+
+
+def _untied_state(s, **more):
+    s.begin(randomized(Tied()))
+    s.step(0)
+    s.model.back.weight = nn.Parameter(torch.full_like(s.model.back.weight, 0.1), requires_grad=False)
+    s.step(1)
+    state = s.model.state_dict(**more)
+    return [list(state), state]
 
 
 def _tied_state(s):
