@@ -205,8 +205,8 @@ def engine_plan(
     inputs: "PlannedInputs" = NO_INPUTS,
 ) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
-    where units depend on them; `bus_bytes` has those of weights and matrices that come to a GPU in a step, where they are planned. `on_gpu`: the model will compute
-    on a GPU that is not at hand."""
+    where units depend on them; `bus_bytes` has those of weights and matrices that come to a GPU in a step, where they are planned. `on_gpu`: the model will
+    compute on a GPU that is not at hand."""
     part, job = part_of(run_dir, topology.node)
     described = [
         {
