@@ -85,7 +85,7 @@ _ENGINES_INSTEAD = {
 def missing_of_engine(name: str, model: str) -> AttributeError:
     """The error for an attribute that neither an engine nor its model has."""
     what = _ENGINES_INSTEAD.get(name, "leave it out, or use DeepSpeed")
-    return NoAttribute(f"the engine has no {name!r} here, and its model, {model}, neither: {what}; {_DOC}")
+    return NoAttribute(f"the engine has no {name!r} here, and neither has its model, {model}: {what}; {_DOC}")
 
 
 def refused_attribute(name: str) -> AttributeError:

@@ -437,8 +437,7 @@ class TrainingEngine(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the model's weights."""
-        names = {name: name[len("module.") :] if name.startswith("module.") else name for name in state_dict}
-        return self.module.load_state_dict({names[name]: value for name, value in state_dict.items()}, strict=strict, assign=assign)
+        return self.module.load_state_dict({name.removeprefix("module."): value for name, value in state_dict.items()}, strict=strict, assign=assign)
 
     def save_checkpoint(
         self,

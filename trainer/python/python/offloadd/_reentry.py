@@ -55,6 +55,6 @@ def _check_own(frame: Optional[FrameType]) -> None:
         frame = frame.f_back
     if other is not None:
         raise NotSupported(
-            f"{other.f_code.co_name} ({other.f_code.co_filename}:{other.f_lineno}) uses the model or its optimizer, and has interrupted offloadd in bringing or "
-            "releasing weights, as handlers of signals may: let the handler set a flag, and do its work between steps, where the loop looks at the flag"
+            f"{other.f_code.co_name} ({other.f_code.co_filename}:{other.f_lineno}) uses the model or its optimizer, and has interrupted offloadd while it moved "
+            "weights or gradients, as handlers of signals may: let the handler only set a flag, which the training loop looks at between steps"
         )

@@ -564,12 +564,18 @@ _settings("a parameter taken out of the group", lambda group: group["params"].po
 _settings("settings of a script's own", lambda group: group.update(name="all"))
 
 
-@optimizers.refused("`amsgrad` set later", "amsgrad")
-def _(s):
-    s.step(0)
-    s.optimizer.param_groups[0]["amsgrad"] = True
-    s.continues = False
-    s.step(1)
+def _refused_later(line, message, key, value):
+    """A line in which a setting of the optimizer that is not supported is changed after a step."""
+
+    @optimizers.refused(line, message)
+    def _(s):
+        s.step(0)
+        s.optimizer.param_groups[0][key] = value
+        s.continues = False
+        s.step(1)
+
+
+_refused_later("`amsgrad` set later", "amsgrad", "amsgrad", True)
 
 
 @optimizers.refused("its `step` replaced before `prepare`", "replace it after offloadd.prepare")
@@ -590,12 +596,7 @@ def _(s):
     return calls
 
 
-@optimizers.refused("`decoupled_weight_decay` switched off later", "adds the decay to the gradient")
-def _(s):
-    s.step(0)
-    s.optimizer.param_groups[0]["decoupled_weight_decay"] = False
-    s.continues = False
-    s.step(1)
+_refused_later("`decoupled_weight_decay` switched off later", "adds the decay to the gradient", "decoupled_weight_decay", False)
 
 
 def _put_into_a_group(s, put):
