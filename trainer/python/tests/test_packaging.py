@@ -138,6 +138,13 @@ def test_pip_builds_the_wheel_without_a_torch_in_its_environment(tmp_path, monke
     assert not any(line.startswith("LIBTORCH_USE_PYTORCH") for line in environment), "pip's environment has no torch to import"
 
 
+def test_pips_environment_has_the_modules_that_the_build_runs():
+    required = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+    by_make = re.findall(r"\$\(PYTHON\) -m (\w+)", (ROOT / "Makefile").read_text())
+    for_zig = re.findall(r'sys\.executable, "-m", "(\w+)"', (HERE.parent / "old_glibc" / "old_glibc.py").read_text())
+    assert by_make and for_zig and {*by_make, *for_zig} <= set(re.findall(r'"(\w+)', required))
+
+
 @pytest.mark.parametrize(
     "versions, expected",
     [
