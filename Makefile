@@ -32,6 +32,8 @@ PREFIX ?= /usr/local
 INTO = $(DESTDIR)$(PREFIX)
 # Where `make wheel` puts the wheel.
 WHEELS ?= target/wheels
+# What builds the wheel. It looks for its program beside Python's, and in pip's build environment that is on PATH.
+MATURIN ?= $(PYTHON) -m maturin
 IN_WHEEL := trainer/python/python/offloadd
 # What the wheel's programs are linked with, and where they are built: the flags would replace what `make build` has compiled.
 OLD_GLIBC := $(CURDIR)/target/glibc-2.28
@@ -92,7 +94,7 @@ wheel: libtorch
 	install -D -s -t $(IN_WHEEL)/bin $(PROGRAMS)
 	install -D -m 644 -t trainer/python/licenses LICENSE-MIT LICENSE-APACHE
 	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer trainer-torch bench-io offloadd-python
-	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out $(WHEELS) \
+	$(MATURIN) build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out $(WHEELS) \
 		--compatibility $$(trainer/python/wheel_tag.py $(PROGRAMS))
 
 test-wheel:

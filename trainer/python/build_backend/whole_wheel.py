@@ -12,7 +12,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     """Builds the wheel in `wheel_directory` and returns its name. `PROFILE=dev` in the environment compiles sooner."""
     wheels = pathlib.Path(wheel_directory).absolute()
     before = set(wheels.glob("*.whl"))
-    make = ["make", "-C", str(ROOT), "wheel", f"PYTHON={sys.executable}", f"WHEELS={wheels}"]
+    make = ["make", "-C", str(ROOT), "wheel", f"PYTHON={sys.executable}", f"WHEELS={wheels}", "MATURIN=maturin"]
     # In pip's build environment `python3` imports no torch. make fetches what the programs are linked with; they start with the
     # libraries of the torch that is installed beside the package.
     environment = {name: value for name, value in os.environ.items() if name != "LIBTORCH_USE_PYTORCH"}

@@ -126,7 +126,9 @@ def test_a_program_that_is_missing_is_named(monkeypatch, tmp_path):
 def test_pip_builds_the_wheel_without_a_torch_in_its_environment(tmp_path, monkeypatch):
     make = tmp_path / "bin" / "make"
     make.parent.mkdir()
-    make.write_text("#!/bin/sh\nfor given; do case $given in WHEELS=*) env > ${given#WHEELS=}/built.whl;; esac; done\n")
+    make.write_text(
+        "#!/bin/sh\nfor given; do case $given in MATURIN=*) export GIVEN_$given;; WHEELS=*) wheels=${given#WHEELS=};; esac; done; env > $wheels/built.whl\n"
+    )
     make.chmod(0o755)
     monkeypatch.setenv("PATH", f"{make.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("LIBTORCH_USE_PYTORCH", "1")
@@ -134,6 +136,8 @@ def test_pip_builds_the_wheel_without_a_torch_in_its_environment(tmp_path, monke
     (tmp_path / "wheels").mkdir()
     assert whole_wheel.build_wheel(tmp_path / "wheels") == "built.whl"
     environment = (tmp_path / "wheels" / "built.whl").read_text().splitlines()
+    # The program of pip's environment, which is beside no Python.
+    assert "GIVEN_MATURIN=maturin" in environment
     assert "LIBTORCH=/elsewhere/torch" in environment
     assert not any(line.startswith("LIBTORCH_USE_PYTORCH") for line in environment), "pip's environment has no torch to import"
 
