@@ -15,6 +15,7 @@ bus_s          their least seconds, at the rate of a copy from pinned memory
 drive_s        on --testdrives, their least seconds to read those weights, at the rate that limits them
 bound_s        the longest of the plain row's step, bus_s and drive_s; of_the_bound: bound_s / step_s
 
+The place `deepspeed` is ZeRO-3 with the base in host memory and the adapters' state on the GPU; it changes the model, so it comes last.
 --gathered adds three steps of writing, loss and update for each base, with all weights on the GPU while it writes, and with weights that come
 for each token. The script ends with status 1 where a prepared model's first loss is not the plain one's.
 """
@@ -22,6 +23,7 @@ for each token. The script ends with status 1 where a prepared model's first los
 import argparse
 import contextlib
 import math
+import os
 import pathlib
 import sys
 import tempfile
@@ -45,6 +47,7 @@ from offloadd import _sketch  # noqa: E402
 # Of the first losses of a pair, which are computed by the same kernels.
 TOLERANCE = 1e-3
 RANK = 16
+PLACES = ["plain", "host", "nvme", "deepspeed"]
 
 
 def main():
@@ -52,7 +55,7 @@ def main():
     parser.add_argument("bases", nargs="*", metavar="BASE", default=["lora", "qlora"], help="lora, qlora (both)")
     parser.add_argument("--model", default="8b", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, help="all of the model's without it")
-    parser.add_argument("--places", nargs="+", default=["plain", "host"], choices=["plain", "host", "nvme"], help="plain, host, nvme (plain host)")
+    parser.add_argument("--places", nargs="+", default=["plain", "host"], choices=PLACES, help="plain, host, nvme, deepspeed (plain host)")
     add_drives(parser)
     parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 16384], help="of a step")
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -70,6 +73,8 @@ def main():
     args = parser.parse_args()
     if set(args.bases) - {"lora", "qlora"}:
         parser.error(f"bases are lora and qlora, not {' '.join(args.bases)}")
+    if "deepspeed" in args.places[:-1]:
+        parser.error("deepspeed changes the model: name it as the last place")
     on_test_drives(args, lambda: max(planned.device_bytes(*sketched(base, args)) for base in args.bases))
     to_gpu, _ = bus_rates(args.device)
     show(gpu=torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU", torch=torch.__version__, to_gpu_gb_per_s=to_gpu and to_gpu / 1e9)
@@ -108,8 +113,10 @@ class Pair:
             for tokens in self.args.tokens:
                 self.row("plain", self.fresh(), tokens)
         for place in self.args.places:
-            for resident in () if place == "plain" else self.args.resident:
+            for resident in self.args.resident if place in ("host", "nvme") else ():
                 self.prepared(place, resident)
+        if "deepspeed" in self.args.places:
+            self.deepspeed()
         return all(math.isclose(losses[0], loss, rel_tol=TOLERANCE) for losses in self.losses.values() for loss in losses)
 
     def prepared(self, place, resident):
@@ -125,8 +132,24 @@ class Pair:
                 self.write_and_learn(run, optimizer, whole)
             run.close(keep=True)
 
-    def row(self, place, optimizer, tokens, run=None):
-        """Measures and prints one row."""
+    def deepspeed(self):
+        """Measures and prints the rows of DeepSpeed's ZeRO-3 with the base in host memory and the adapters' state on the GPU."""
+        import deepspeed
+        from deepspeed_peer import settings
+
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}.items():
+            os.environ.setdefault(name, value)
+        optimizer = self.fresh()
+        chosen = settings("cpu", None, self.model.config.hidden_size, 1, 1)
+        del chosen["optimizer"], chosen["zero_optimization"]["offload_optimizer"], chosen["gradient_clipping"]
+        began = time.perf_counter()
+        engine, optimizer, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=chosen | {"zero_allow_untested_optimizer": True})
+        show(base=self.base, place="deepspeed", version=deepspeed.__version__, start_s=time.perf_counter() - began)
+        for tokens in self.args.tokens:
+            self.row("deepspeed", optimizer, tokens, engine=engine)
+
+    def row(self, place, optimizer, tokens, run=None, engine=None):
+        """Measures and prints one row, of a run or of DeepSpeed's engine."""
         args, vocabulary = self.args, self.model.config.vocab_size
         sequences = max(1, tokens // args.seq_len)
         torch.manual_seed(1)
@@ -134,10 +157,14 @@ class Pair:
 
         def step():
             batch = torch.randint(vocabulary, (sequences, args.seq_len), device=args.device)
-            loss = self.model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = (engine or self.model)(input_ids=batch, labels=batch).loss
+            if engine:
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
             moved.end_step()
             return loss.detach(), []
 
@@ -152,15 +179,17 @@ class Pair:
             return show(**about, error=str(error).splitlines()[0])
         tflops = 4 * self.params * about["tokens"] / step_s / 1e12
         row = {**about, "step_s": step_s, "tokens_per_s": about["tokens"] / step_s, "tflops": tflops, "gpu_gib": peak_gib(args.device)}
-        if run is None:
+        if place == "plain":
             self.step_s[tokens] = step_s
-        else:
+        if tokens in self.step_s:
+            row["beside_plain"] = step_s / self.step_s[tokens]
+        if run:
             row |= {"resident": resident_of(run), "resident_bytes": run.resident_bytes, "bus_bytes": moved.of_step}
             if self.to_gpu and tokens in self.step_s:
                 row["bus_s"] = moved.of_step / self.to_gpu
                 row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * len(args.nvme_path)) if place == "nvme" and args.testdrives else 0
                 row["bound_s"] = max(row["bus_s"], row["drive_s"], self.step_s[tokens])
-                row |= {"of_the_bound": row["bound_s"] / step_s, "beside_plain": step_s / self.step_s[tokens]}
+                row["of_the_bound"] = row["bound_s"] / step_s
         show(**row, first_loss=losses[0], last_loss=losses[-1])
         # A second row of a prepared model has other adapters.
         if place == "plain" or tokens == args.tokens[0]:

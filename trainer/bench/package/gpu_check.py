@@ -12,6 +12,7 @@ resident    weights that stay on the GPU, all of them and where only some have r
 inputs      inputs of checkpointed blocks that wait in host memory: the same bits, and less GPU memory
 chunks      MLPs in chunks of tokens: the same bits wherever the state is, losses near those of whole MLPs, and less GPU memory
 fp8         products of Linear layers in 8 bits: the same bits wherever the state is, losses near bf16's, and milliseconds of wide layers
+muon        matrices of blocks by Muon: the same bits wherever the state is, losses near torch.optim.Muon's
 scaler      autocast with fp16 and GradScaler, the same with and without offload
 habits      weights and gradients that a script reads and changes, the optimizer's state saved and loaded, random numbers of a loop that skips
             by itself, a model that is given back
@@ -209,6 +210,42 @@ class Checks:
                 check(torch.equal(*losses), f"{fraction} stays, step {step}: {losses[1].item()}, and {losses[0].item()} with device none")
             peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
             print(f"  {fraction} stays: 40 steps, peak {peak >> 20} MiB, deviations {run.engine.gathering.order.deviations}", flush=True)
+
+    def muon(self):
+        def train(model, optimizers):
+            found = []
+            for step in range(6):
+                batch = self.tokens(step)
+                loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+                found.append(loss.item())
+            return found
+
+        def parts(model):
+            matrices = [param for name, param in model.named_parameters() if "layers" in name and param.dim() == 2]
+            return matrices, [param for param in model.parameters() if all(param is not one for one in matrices)]
+
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = self.llama(dtype, "not reentrant")
+            matrices, rest = parts(plain)
+            expected = train(plain, [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)])
+            found = {}
+            for tier, own in (
+                ("none", {}), ("cpu", {"gpu_resident_fraction": 0}), ("cpu", {"gpu_resident_fraction": 0.5}), ("nvme", {"optimizer_step": "deferred"}),
+            ):  # fmt: skip
+                ours = self.llama(dtype, "not reentrant")
+                matrices, rest = parts(ours)
+                optimizer = offloadd.optim.Muon([{"params": rest, "use_muon": False, "lr": 1e-3}, {"params": matrices}], lr=1e-2)
+                with self.prepare(ours, optimizer, tier, **own):
+                    found[f"{tier} {own}"] = train(ours, [optimizer]), digest(ours)
+            first = next(iter(found.values()))
+            check(all(one == first for one in found.values()), f"{dtype}: other bits: {found}")
+            apart = max(abs(ours - theirs) / theirs for ours, theirs in zip(first[0], expected))
+            check(apart < (1e-3 if dtype == torch.float32 else 1e-2), f"{dtype}: losses are {apart:.1e} apart: {first[0]} and {expected}")
+            print(f"  {dtype}: same bits in {len(found)} places, losses {apart:.1e} from torch.optim.Muon's", flush=True)
 
     def trained(self, tier, dtype, steps=8, **own):
         model = self.llama(dtype, "not reentrant", dropout=0.1)
@@ -848,7 +885,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "resident", "inputs", "chunks", "fp8", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
+    parts = ("bits", "pressure", "tiers", "resident", "inputs", "chunks", "fp8", "muon", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
