@@ -6,8 +6,8 @@ import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python/python"))
 
-# A test drive has more than the plan says: a file system needs some of it, and files are rounded up.
-_DRIVE_SLACK, _DRIVE_SLACK_BYTES = 1.1, 1 << 30
+# A test drive has more than the plan says: a file has an eighth more than its part of the tiles, and a file system needs some of it.
+_DRIVE_SLACK, _DRIVE_SLACK_BYTES = 1.2, 1 << 30
 
 
 def device_bytes(model, optimizer=None, own=None):

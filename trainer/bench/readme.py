@@ -23,8 +23,8 @@ GPU = "NVIDIA H200"
 # row in results.json, or a heading of trainer/bench/MEASUREMENTS.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
-        ["resident"],
-        ["pytorch-compiled-kept", "pytorch-compiled"],
+        ["resident", "resident"],
+        ["pytorch-compiled-kept", "pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
     "[products in fp8]": [[("Products in 8 bits", "6.74 G")], [], []],

@@ -187,7 +187,7 @@ class Pair:
             row |= {"resident": resident_of(run), "resident_bytes": run.resident_bytes, "bus_bytes": moved.of_step}
             if self.to_gpu and tokens in self.step_s:
                 row["bus_s"] = moved.of_step / self.to_gpu
-                row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * len(args.nvme_path)) if place == "nvme" and args.testdrives else 0
+                row["drive_s"] = moved.of_step / (rows.DRIVE_RATES[0] * args.testdrives) if place == "nvme" else 0
                 row["bound_s"] = max(row["bus_s"], row["drive_s"], self.step_s[tokens])
                 row["of_the_bound"] = row["bound_s"] / step_s
         show(**row, first_loss=losses[0], last_loss=losses[-1])

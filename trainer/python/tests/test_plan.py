@@ -39,6 +39,12 @@ def test_a_plan_changes_nothing_and_says_what_the_run_then_has(tmp_path):
     for line in ("model     0.00 M parameters (float32) in 7 units", "devices   ", "a step    reads ", "(assumed)"):
         assert line in text, text
     assert plan.problems == [] and plan.bound_s > 0
+    (tmp_path / "other").mkdir()
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = [str(tmp_path), str(tmp_path / "other")]
+    two = offloadd.prepare(model, optimizer, settings, run_dir=tmp_path / "run", plan_only=True)
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path)
+    # Faster drives get more: each file is larger than its part.
+    assert 2 * two.figures["file_bytes"] > 1.1 * two.figures["device_bytes"] and f", a file of {two.figures['file_bytes'] / 2**20:.1f} MiB in each:" in str(two)
     untrained = offloadd.prepare(model, None, settings, run_dir=tmp_path / "run", plan_only=True)
     # Without moments and gradients, and without a second copy of each tile.
     assert 3 * untrained.figures["device_bytes"] < plan.figures["device_bytes"] and untrained.figures["written_bytes"] == 0

@@ -148,7 +148,8 @@ class Plan:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
             copies = "two copies of each tile that changes" if self.trains else "one copy of each tile"
             more = f", and {bytes_text(f['input_bytes'])} for inputs of blocks of each process" if f["input_bytes"] else ""
-            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: {copies}{more}")
+            files = f", a file of {bytes_text(f['file_bytes'])} in each" if len(self.settings.nvme) > 1 else ""
+            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}{files}: {copies}{more}")
             if self.inputs.area_bytes:
                 lines.append(f'inputs    set "activations": "nvme" and "activations_bytes": {self.inputs.area_bytes} in offloadd, for micro-batches like this')
         else:

@@ -79,7 +79,11 @@ impl Plan {
             let dirs: Vec<String> = dirs.map(|dir| dir.display().to_string()).collect();
             match dirs.as_slice() {
                 [] => state += " with the daemon of offload.socket",
-                dirs => state += &format!(" in {}", dirs.join(", ")),
+                [dir] => state += &format!(" in {dir}"),
+                dirs => {
+                    let file_bytes = ApproxBytes(self.device_file_bytes(dirs.len() as u64));
+                    state += &format!(" in {}, a file of {file_bytes} in each", dirs.join(", "));
+                }
             }
             if self.in_gpu.contains(&true) {
                 state += &format!(

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::accelerator::without_torch;
+use offload_support::units::ApproxBytes;
 
 #[test]
 fn attention_weights_are_counted_with_attention_dropout() {
@@ -285,4 +286,26 @@ fn each_place_is_planned_as_a_run_with_its_state_there() {
     );
     let lines = PlacesTable(&all).to_string();
     assert_eq!(lines.lines().count(), 1 + all.len(), "{lines}");
+}
+
+#[test]
+fn each_of_several_directories_is_said_to_take_a_file() {
+    let place = json!({"device": "nvme", "nvme_path": ["/nvme0", "/nvme1"]});
+    let two = large(
+        "nvme",
+        "nvme",
+        &[
+            ("zero_optimization.offload_param", place.clone()),
+            ("zero_optimization.offload_optimizer", place),
+        ],
+    );
+    let plan = plan(&two, &h200(1.0));
+    let file_bytes = plan.device_file_bytes(2);
+    assert!(2 * file_bytes > plan.device_bytes() + plan.device_bytes() / 8);
+    let text = plan.overview(&two).remove(0);
+    let files = format!(
+        "in /nvme0, /nvme1, a file of {} in each",
+        ApproxBytes(file_bytes)
+    );
+    assert!(text.contains(&files), "{text}");
 }
