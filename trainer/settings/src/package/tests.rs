@@ -241,3 +241,21 @@ fn a_schedule_has_the_optimizers_rate_unless_it_has_its_own() {
         }
     );
 }
+
+#[test]
+fn a_weight_decay_that_is_left_out_is_that_of_the_optimizer_deepspeed_would_take() {
+    for (kind, params, decay) in [
+        ("AdamW", json!({}), 0.0),
+        ("AdamW", json!({"torch_adam": false}), 0.0),
+        ("AdamW", json!({"torch_adam": true}), 0.01),
+        ("adam", json!({"torch_adam": true}), 0.01),
+        ("Adam", json!({"torch_adam": true, "adam_w_mode": false}), 0.0),
+        ("AdamW", json!({"torch_adam": true, "weight_decay": 0}), 0.0),
+        ("AdamW", json!({"torch_adam": true, "weight_decay": 0.3}), 0.3),
+        ("Lion", json!({"torch_adam": true}), 0.0),
+    ] {
+        let found = read(json!({"optimizer": {"type": kind, "params": params}})).unwrap();
+        let optimizer = found.optimizer.unwrap();
+        assert_eq!(optimizer.weight_decay, decay, "{kind} {params}");
+    }
+}

@@ -13,6 +13,8 @@ use crate::values::{
 const TRAINER_LR: f64 = 5e-5;
 /// Learning rate that PyTorch's Adam uses by default.
 const ADAM_LR: f64 = 1e-3;
+/// Weight decay that torch.optim.AdamW uses by default.
+const TORCH_ADAMW_DECAY: f64 = 0.01;
 /// Learning rate that Lion's authors use by default.
 const LION_LR: f64 = 1e-4;
 
@@ -31,6 +33,17 @@ pub fn is_left_out(optimizer: &OptimizerToml) -> bool {
     optimizer.kind.is_none() && optimizer.params.lr.is_none()
 }
 
+/// The weight decay of an optimizer that sets none. DeepSpeed's optimizers have none, but with `torch_adam` it takes
+/// torch.optim.AdamW, with that class's own default.
+fn default_decay(name: &str, params: &OptimizerParamsToml) -> f64 {
+    let decoupled = name.eq_ignore_ascii_case("AdamW")
+        || name.eq_ignore_ascii_case("Adam") && params.adam_w_mode.unwrap_or(true);
+    match decoupled && params.torch_adam == Some(true) {
+        true => TORCH_ADAMW_DECAY,
+        false => 0.0,
+    }
+}
+
 /// Resolves the optimizer. Without any `optimizer`, Hugging Face's Trainer's default applies; with an
 /// optimizer but no rate, PyTorch's.
 pub fn optimizer(
@@ -41,8 +54,8 @@ pub fn optimizer(
     faults: &mut Faults,
 ) -> Option<OptimizerSettings> {
     let params = &optimizer.params;
-    let weight_decay = params.weight_decay.unwrap_or(0.0);
     let name = optimizer.kind.as_deref().unwrap_or("AdamW");
+    let weight_decay = params.weight_decay.unwrap_or(default_decay(name, params));
     let mut kind = OptimizerKind::AdamW;
     match name.to_ascii_lowercase().as_str() {
         "adamw" => {}

@@ -94,6 +94,7 @@ keys! {
         #[only(trainer)]
         pub no_decay: Option<Vec<String>>,
         pub adam_w_mode: Option<bool>,
+        pub torch_adam: Option<bool>,
         pub muon_lr: Option<f64>,
         pub adam_lr: Option<f64>,
         pub momentum: Option<f64>,
