@@ -885,7 +885,9 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "resident", "inputs", "chunks", "fp8", "muon", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
+    parts = (
+        "bits", "pressure", "tiers", "resident", "inputs", "chunks", "fp8", "muon", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed",
+    )  # fmt: skip
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")

@@ -1,6 +1,6 @@
 //! What a run will take before it starts: host memory, device files, bytes a step, and the bound of a step's time.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use kernels::gpu::Gpu;
 use offload_support::memory::available_bytes;
@@ -14,7 +14,7 @@ use training_state::plan::assumed::{
 };
 use training_state::plan::updaters::{core_params_per_s, script_update_s};
 use training_state::plan::{Directions, MeasuredRates, TileSums};
-use training_state::store::{StoreFiles, device_file_bytes};
+use training_state::store::{StoreFiles, device_file_bytes, is_in_memory};
 
 use crate::errors::{Error, failed};
 use crate::open::{Plan, swapper_settings};
@@ -89,6 +89,8 @@ pub(crate) struct Outlook {
     compute_s: Option<f64>,
     /// Why the device files do not fit.
     problem: Option<String>,
+    /// The first directory of device files that are in memory.
+    in_memory: Option<PathBuf>,
 }
 
 impl Outlook {
@@ -166,6 +168,7 @@ impl Outlook {
             last_step_s: last.as_ref().map(|last| last.step_s),
             compute_s: last.as_ref().map(|last| last.forward_s + last.backward_s),
             problem: problem.map(|problem| problem.to_string()),
+            in_memory: plan.nvme.iter().find(|dir| is_in_memory(dir)).cloned(),
         })
     }
 }

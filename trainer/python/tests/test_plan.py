@@ -1,8 +1,10 @@
 """The plan before a run and the reports of one: figures that are true, files in the forms that others read."""
 
 import json
+import os
 import re
 import struct
+import tempfile
 import types
 
 import pytest
@@ -24,6 +26,15 @@ from test_runs import batches, config, model_of, needs_daemon, train
 
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no file system in memory at /dev/shm")
+def test_files_in_memory_are_warned_of(tmp_path):
+    model = model_of()
+    plan = lambda dir: offloadd.prepare(model, optimizer_of(model), config("nvme", dir), run_dir=tmp_path / "run", plan_only=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as dir:
+        assert f"warning   nvme_path: {dir} keeps its files in memory: a power cut" in str(plan(dir))
+    assert "in memory" not in str(plan(tmp_path))
 
 
 @needs_daemon

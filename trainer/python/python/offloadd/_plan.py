@@ -101,16 +101,22 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Reasons why the run may fail later."""
-        host, available = self.local_ranks * self.host_bytes, self.host_available_bytes
+        found, host, available = [], self.local_ranks * self.host_bytes, self.host_available_bytes
         area, needed = self.figures["input_bytes"], self.inputs.area_bytes
-        small = [f"offloadd.activations_bytes = {area}: inputs of blocks need {needed} bytes on drives: set it to that"] if area < needed else []
-        if available is None or host <= available:
-            return [*small, *self.more_warnings]
-        place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
-        lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
-        advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
-        what = "tiles and inputs of blocks" if self.inputs.host_bytes else "tiles"
-        return [*small, f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}", *self.more_warnings]
+        if area < needed:
+            found.append(f"offloadd.activations_bytes = {area}: inputs of blocks need {needed} bytes on drives: set it to that")
+        if self.figures["in_memory"]:
+            found.append(
+                f"nvme_path: {self.figures['in_memory']} keeps its files in memory: a power cut or a restart of the machine loses the run. Name a directory on "
+                "a drive, or save checkpoints elsewhere"
+            )
+        if available is not None and host > available:
+            place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
+            lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
+            advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
+            what = "tiles and inputs of blocks" if self.inputs.host_bytes else "tiles"
+            found.append(f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}")
+        return [*found, *self.more_warnings]
 
     @property
     def bound_s(self) -> float:
