@@ -383,7 +383,8 @@ impl Layout {
             let shape = &self.shapes[unit];
             let has_other = kind == Kind::State && shape.other_state.is_some();
             let sizes = [Some(false), has_other.then_some(true)];
-            (sizes.into_iter().flatten()).map(move |other| self.whole_tile_bytes(kind, unit, other))
+            (sizes.into_iter().flatten())
+                .map(move |other| self.longest_tile_bytes(kind, unit, other))
         });
         bytes.max().unwrap_or(BLOCK_BYTES)
     }
@@ -392,12 +393,13 @@ impl Layout {
     pub fn own_slot_bytes(&self, kind: Kind, range: u32) -> u64 {
         let TileRange { unit, elems } = &self.ranges[range as usize];
         let other = kind == Kind::State && self.has_other_state(*unit, elems);
-        self.whole_tile_bytes(kind, *unit, other)
+        self.longest_tile_bytes(kind, *unit, other)
     }
 
-    /// Bytes of a slot for a whole tile of a unit, with the unit's other size of state or its usual one.
-    fn whole_tile_bytes(&self, kind: Kind, unit: usize, other: bool) -> u64 {
-        let bytes = self.sized(kind, unit, self.tile_elems[unit], other);
+    /// Bytes of a slot for the longest tile of a unit, on any rank, with the unit's other size of state or its usual one.
+    fn longest_tile_bytes(&self, kind: Kind, unit: usize, other: bool) -> u64 {
+        let elems = self.tile_elems[unit].min(self.shapes[unit].elems);
+        let bytes = self.sized(kind, unit, elems, other);
         bytes.next_multiple_of(BLOCK_BYTES).max(BLOCK_BYTES)
     }
 
@@ -729,11 +731,31 @@ mod tests {
     }
 
     #[test]
+    fn slots_are_as_long_as_the_longest_tile() {
+        let of = |units: &[u64], kind| {
+            let layout = Layout::new(&shapes(units), 8192, 0, 1).unwrap();
+            (layout.slot_bytes(kind), layout.own_slot_bytes(kind, 0))
+        };
+        for kind in Kind::ALL {
+            let whole = of(&[8192], kind);
+            assert_eq!(of(&[20_000, 2048], kind), whole);
+            // Adapters have fewer elements than a tile.
+            let small = of(&[2048, 2048], kind);
+            assert_eq!((whole.0, whole.1), (4 * small.0, 4 * small.1));
+        }
+    }
+
+    #[test]
     fn impossible_cuts_are_refused() {
-        let units = shapes(&[1000]);
-        for (elems, rank, ranks) in [(0, 0, 1), (5000, 0, 1), (4096, 1, 1), (1 << 40, 0, 1)] {
+        let large = 1 << 40;
+        for (unit, elems, rank, ranks) in [
+            (1000, 0, 0, 1),
+            (1000, 5000, 0, 1),
+            (1000, 4096, 1, 1),
+            (large, large, 0, 1),
+        ] {
             assert!(matches!(
-                Layout::new(&units, elems, rank, ranks),
+                Layout::new(&shapes(&[unit]), elems, rank, ranks),
                 Err(SwapperError::Settings { .. })
             ));
         }

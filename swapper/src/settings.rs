@@ -375,14 +375,21 @@ impl SwapperSettings {
             ranks: self.local().len() as u32,
         };
         let staged = Kind::ALL.map(|kind| tile_counts[kind] - resident_counts[kind]);
+        let staged_bytes = |kind: Kind| -> u64 {
+            let ranges = 0..range_count;
+            let staged =
+                ranges.filter(|&range| layout.has(kind, range) && !residency[kind][range as usize]);
+            staged.map(|range| layout.moved_bytes(kind, range)).sum()
+        };
+        let most_is_frozen = staged_bytes(Kind::Param) > staged_bytes(Kind::State);
         let unit_max = layout
             .units()
             .iter()
             .map(|unit| unit.end - unit.start)
             .max();
-        let counts = self
-            .staging
-            .counts(staged, slot_bytes.0, unit_max.unwrap_or(0))?;
+        let counts =
+            self.staging
+                .counts(staged, slot_bytes.0, unit_max.unwrap_or(0), most_is_frozen)?;
         [
             plan.param_staging_count,
             plan.state_staging_count,
@@ -394,12 +401,13 @@ impl SwapperSettings {
 
 impl Staging {
     /// Staging slots of each kind for `staged` tiles of each kind, never more than there are tiles. A unit has at most
-    /// `unit_max` ranges.
+    /// `unit_max` ranges; `most_is_frozen` if the parameters have more bytes than the state.
     fn counts(
         self,
         staged: [u32; 3],
         slot_bytes: [u64; 3],
         unit_max: u32,
+        most_is_frozen: bool,
     ) -> Result<[u32; 3], SwapperError> {
         let least = staged.map(|staged| staged.min(STAGING_MIN));
         let bytes = |counts: [u32; 3]| -> u64 {
@@ -429,11 +437,18 @@ impl Staging {
                 }
                 // Param and grad get as many slots as state, but more than two units only when all state has slots: one
                 // unit is in use while the next one moves, parameters are written first, and the unwritten bytes
-                // carried into backward are state. A binary search finds the most that fits.
+                // carried into backward are state. Where most is frozen, reads limit a step, and a parameter in a slot
+                // saves two of them, after forward and after backward, a state one: each kind then has slots for the
+                // same part of its tiles. A binary search finds the most that fits.
+                let part =
+                    |n: u32| u64::from(n) * u64::from(staged[1]) / u64::from(staged[0].max(1));
                 let of = |n: u32| {
                     let two_units = n.min(unit_max.saturating_mul(2));
                     let param = two_units + n.saturating_sub(staged[1]);
-                    let wanted = [param, n, two_units];
+                    let wanted = match most_is_frozen {
+                        true => [n, part(n) as u32, two_units],
+                        false => [param, n, two_units],
+                    };
                     [0, 1, 2].map(|kind| staged[kind].min(wanted[kind]).max(least[kind]))
                 };
                 let (mut fits, mut too_many) = (0, staged[0] + staged[1] + staged[2] + 1);
@@ -595,7 +610,8 @@ mod tests {
     #[test]
     fn staging_keeps_to_its_budget_and_to_what_is_staged() {
         let slot_bytes = [2 << 20, 10 << 20, 2 << 20];
-        let with_grads = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20);
+        let with_grads =
+            |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20, false);
         let counts = |budget, [param, state]: [u32; 2]| {
             let [param, state, grad] = with_grads(budget, [param, state, 0])?;
             assert_eq!(grad, 0, "nothing of them is staged");
@@ -616,6 +632,12 @@ mod tests {
         assert_eq!(counts(1 << 40, [7, 3]).unwrap(), [7, 3]);
         assert_eq!(counts(1 << 30, [0, 0]).unwrap(), [0, 0]);
         assert_eq!(counts(2 << 20, [1, 0]).unwrap(), [1, 0]);
+        // Most is frozen: the same part of each kind.
+        let frozen = |budget, staged| Staging::Bytes(budget).counts(staged, slot_bytes, 20, true);
+        assert_eq!(frozen(1000 << 20, [1000, 50, 0]).unwrap(), [400, 20, 0]);
+        assert_eq!(frozen(24 << 20, [1000, 1, 1]).unwrap(), [6, 1, 1]);
+        assert_eq!(frozen(1000 << 20, [1000, 50, 50]).unwrap(), [370, 18, 40]);
+        assert_eq!(frozen(1 << 40, [7, 3, 3]).unwrap(), [7, 3, 3]);
         // Gradients are written like parameters: two units of them at most.
         assert_eq!(with_grads(1000 << 20, [1000; 3]).unwrap(), [40, 84, 40]);
         assert_eq!(with_grads(28 << 20, [9; 3]).unwrap(), [2, 2, 2]);

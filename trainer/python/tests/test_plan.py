@@ -631,3 +631,33 @@ def test_the_engine_reports_the_loss_it_is_given(tmp_path):
     engine.destroy()
     means = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
     assert [line["loss"] for line in metrics(tmp_path / "run")] == pytest.approx(means)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix of two tiles and a small adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(512, 512, bias=False).requires_grad_(False), nn.Linear(512, 2, bias=False), nn.Linear(2, 512, bias=False)
+
+    def forward(self, x):
+        return x + self.base(x) + self.up(self.down(x))
+
+
+@needs_daemon
+def test_staging_holds_weights_that_are_read_twice_where_most_is_frozen(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(12)))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    with offloadd.prepare(model, optimizer, config("nvme", tmp_path, gradients="cpu", staging_bytes=6 * frozen // 10), run_dir=tmp_path / "run") as run:
+        # Of adapters, not of whole tiles.
+        assert run.plan.figures["grad_bytes"] < 12 * 16384
+        for _ in range(4):
+            model(torch.randn(2, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run.close(keep=False)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    # Half of the weights wait in slots for backward, and half for the next forward; without, a step reads all but a block twice.
+    assert rows[-1]["device_read_bytes"] < 1.5 * frozen, rows[-1]["device_read_bytes"] / frozen

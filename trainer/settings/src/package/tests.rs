@@ -249,9 +249,17 @@ fn a_weight_decay_that_is_left_out_is_that_of_the_optimizer_deepspeed_would_take
         ("AdamW", json!({"torch_adam": false}), 0.0),
         ("AdamW", json!({"torch_adam": true}), 0.01),
         ("adam", json!({"torch_adam": true}), 0.01),
-        ("Adam", json!({"torch_adam": true, "adam_w_mode": false}), 0.0),
+        (
+            "Adam",
+            json!({"torch_adam": true, "adam_w_mode": false}),
+            0.0,
+        ),
         ("AdamW", json!({"torch_adam": true, "weight_decay": 0}), 0.0),
-        ("AdamW", json!({"torch_adam": true, "weight_decay": 0.3}), 0.3),
+        (
+            "AdamW",
+            json!({"torch_adam": true, "weight_decay": 0.3}),
+            0.3,
+        ),
         ("Lion", json!({"torch_adam": true}), 0.0),
     ] {
         let found = read(json!({"optimizer": {"type": kind, "params": params}})).unwrap();
