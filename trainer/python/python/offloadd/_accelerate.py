@@ -97,7 +97,7 @@ def _patch_plugin(module: Any) -> None:
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
             raise NotSupported("optimizer.step(closure) with Accelerate's DeepSpeed plugin, where accelerator.backward() makes the step: leave the closure out")
-        _check_unchanged(self)
+        _check_step(self)
         self._offloadd_stepped = None
 
     def zero_grad(self: Any, set_to_none: Optional[bool] = None) -> None:
@@ -186,12 +186,20 @@ def _check_backward(accelerator: Any, optimizer: Any, kwargs: dict[str, Any]) ->
         )
 
 
-def _check_unchanged(optimizer: Any) -> None:
-    """Refuses what a script has changed since `accelerator.backward` has made the step."""
-    stepped = getattr(optimizer, "_offloadd_stepped", None)
+def _check_step(optimizer: Any) -> None:
+    """Refuses a step that `accelerator.backward` has not made, or that a script has changed since."""
+    engine = getattr(optimizer, "_offloadd_engine", None)
+    if engine is None or engine.run.closed:
+        return
+    stepped, gradients = optimizer._offloadd_stepped, engine.run.engine.gradients
+    if stepped is None and optimizer.gradient_state.sync_gradients and gradients.handles:
+        raise NotSupported(
+            "optimizer.step() without accelerator.backward(loss) since the last one: with the DeepSpeed plugin that makes the step, and gradients that came "
+            "otherwise, or have made their step, make none"
+        )
     if stepped is None:
         return
-    regroup, changed = stepped != _settings_of(optimizer), optimizer._offloadd_engine.run.engine.gradients.changed
+    regroup, changed = stepped != _settings_of(optimizer), gradients.changed
     if regroup or changed:
         what = "settings of parameter groups" if regroup else "gradients"
         raise NotSupported(
@@ -201,7 +209,9 @@ def _check_unchanged(optimizer: Any) -> None:
 
 
 def _check_clipping(engine: TrainingEngine, norm: float, kind: float) -> None:
-    """Refuses to clip otherwise than the engine has done in its step."""
+    """Refuses to clip otherwise than the engine has done in its step, if it has made one."""
+    if not engine.was_step_applied():
+        return
     if kind != 2:
         raise NotSupported(
             f"accelerator.clip_grad_norm_ with norm_type={kind:g}: with the DeepSpeed plugin the engine clips, by the norm of type 2: leave it out"
@@ -224,7 +234,8 @@ def _check(accelerator: Any, model: nn.Module) -> None:
     # A second `train` of a Trainer goes on with the engine of the first.
     if prepared and how == "DEEPSPEED" and "engine" not in _deepspeed.beginning:
         raise NotSupported(
-            "Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run"
+            "Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run. Where it "
+            "has done so already, as for an earlier Trainer, end that with engine.destroy() (trainer.model_wrapped is the engine)"
         )
     if prepared and how in _DIVIDE:
         raise NotSupported(

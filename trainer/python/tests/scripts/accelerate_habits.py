@@ -1,6 +1,7 @@
 """What scripts do with Accelerate: each habit runs with Accelerate alone, with its DeepSpeed plugin, which offloadd answers, and alone with a model that
 `offloadd.prepare` has prepared."""
 
+import copy
 import os
 
 import accelerate
@@ -476,6 +477,22 @@ table.habit("gradients that are dropped before the step", plugin="call it after 
 table.habit("a rate that is changed before the step", plugin="settings of parameter groups")(change(lambda s: s.optimizer.param_groups[0].update(lr=1e-3)))
 
 
+@table.habit("loss.backward in place of the Accelerator's", plugin="accelerator.backward(loss)")
+def _(s):
+    s.accelerate()
+    s.prepare()
+    for x in s.loader:
+        s.model(x).square().mean().backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    s.note(s.weights())
+
+
+table.habit("a second step with the same gradients", plugin="accelerator.backward(loss)", prepare="twice for one backward")(
+    change(lambda s: s.optimizer.step())
+)
+
+
 @table.habit("no zero_grad between steps", plugin="zero_grad()", prepare="zero_grad()")
 def _(s):
     s.accelerate()
@@ -504,6 +521,38 @@ def _(s):
     s.accelerate()
     s.prepare()
     s.prepare(net(1))
+
+
+@table.habit("a model that is prepared again after an error and free_memory")
+def _(s):
+    model = net()
+    s.accelerate(2)
+    for number in range(2):
+        s.prepare(model)
+        try:
+            for x in s.loader:
+                s.step(x)
+                if number == 0 and len(s.notes) > 6:
+                    s.model(x).square().mean() + data(3)[:, :1] @ x
+        except RuntimeError:
+            s.note("an error")
+        s.model, s.optimizer = s.accelerator.free_memory(s.model, s.optimizer)
+        for run in s.runs:
+            run.close()
+    s.note(dict(model.state_dict()))
+
+
+@table.habit("moments that the script saves, changes and loads")
+def _(s):
+    s.accelerate(2)
+    s.prepare()
+    s.train(1)
+    # In plain PyTorch its tensors would be those of the optimizer.
+    kept = copy.deepcopy(s.optimizer.state_dict())
+    s.note(kept["state"])
+    s.train(1)
+    s.optimizer.load_state_dict(kept)
+    s.train(1)
 
 
 @table.habit("a model after another, with the memory of the first freed")

@@ -247,7 +247,78 @@ table.habit("a callback that scales gradients before a step", deepspeed="gradien
 table.habit("a callback that sets rates before a step", deepspeed="settings of parameter groups")(before_the_step(Rates("on_pre_optimizer_step")))
 
 
+class OwnStep(T.Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+@table.habit("training_step with loss.backward", deepspeed="accelerator.backward(loss)")
+def _(s):
+    s.make(OwnStep, num_train_epochs=1)
+    s.train()
+
+
 # Models
+
+
+@table.habit("a training that an error ends, and another one")
+def _(s):
+    class Fails(T.TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and not s.failed:
+                s.failed = True
+                raise KeyError("a fault of the script's")
+
+    s.failed = False
+    s.make(given={"callbacks": [Fails()]}, gradient_accumulation_steps=2, num_train_epochs=1)
+    try:
+        s.trainer.train()
+    except KeyError:
+        s.note("an error")
+    s.train()
+
+
+def two_trainers(between):
+    """A script that trains one model by two Trainers."""
+
+    def habit(s):
+        model = gpt2()
+        s.make(model=model, num_train_epochs=1)
+        s.train()
+        between(s)
+        s.make(model=model, num_train_epochs=1, output_dir="again")
+        s.train()
+
+    return habit
+
+
+def end_the_first(s):
+    if s.way == "deepspeed":
+        s.trainer.model_wrapped.destroy()
+    elif s.way == "attach":
+        s.run.close()
+
+
+table.habit("a second Trainer of one model", attach="close() of its run", deepspeed="engine.destroy()")(two_trainers(lambda s: None))
+table.habit("a second Trainer of one model, whose first run was ended")(two_trainers(end_the_first))
+
+
+@table.habit("a callback that evaluates, saves and asks for more")
+def _(s):
+    class Asks(T.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                s.note(s.trainer.evaluate()["eval_loss"])
+                s.trainer.save_model("early")
+                control.should_evaluate = True
+            control.should_log = state.global_step % 2 == 0
+
+    s.make(given={"callbacks": [Asks()]}, num_train_epochs=1)
+    s.train()
+    s.note(dict(T.GPT2LMHeadModel.from_pretrained("early").state_dict()))
 
 
 @table.habit("model_init, and a second training that begins anew", attach="has model_init")
