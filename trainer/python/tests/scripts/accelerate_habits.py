@@ -5,6 +5,7 @@ import copy
 import os
 
 import accelerate
+import safetensors.torch
 import torch
 import transformers
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -69,7 +70,7 @@ class Script(habits.Script):
 
     def __init__(self, way, directory):
         super().__init__(way, directory)
-        self.plugin = way == "plugin"
+        self.plugin, self.device = way == "plugin", "cpu"
         self.begin()
 
     def begin(self):
@@ -81,7 +82,7 @@ class Script(habits.Script):
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()
 
     def config(self, **more):
-        where = {"stage": 3, "offload_param": {"device": "cpu"}}
+        where = {"stage": 3, "offload_param": {"device": self.device}}
         program = {} if PROGRAM is None else {"offloadd": {"program": PROGRAM}}
         return {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": where, **program, **more}
 
@@ -683,8 +684,6 @@ def _(s):
 
 @table.habit("weights that are saved, and those of the model below its wrapper")
 def _(s):
-    import safetensors.torch
-
     accelerator = s.accelerate(2)
     s.prepare()
     s.train(1)
@@ -696,6 +695,31 @@ def _(s):
     accelerate.load_checkpoint_in_model(other, "model")
     s.note(other.state_dict())
     s.train(1)
+
+
+@table.habit("weights that stay in memory, saved and loaded")
+def _(s):
+    s.device = "none"
+    s.accelerate(2)
+    s.prepare(scheduler=halving)
+    s.train(1)
+    s.accelerator.save_model(s.model, "model")
+    s.accelerator.save_state("saved")
+    s.note({name: value.clone() for name, value in safetensors.torch.load_file("model/model.safetensors").items()})
+    s.train(1)
+    s.accelerator.load_state("saved")
+    s.train(1)
+
+
+@table.habit("weights that are saved after the run", only=["prepare"])
+def _(s):
+    accelerator = s.accelerate(2)
+    s.prepare()
+    s.train(1)
+    bare = accelerator.unwrap_model(s.model)
+    s.end()
+    accelerator.save_model(bare, "model")
+    s.note(safetensors.torch.load_file("model/model.safetensors"))
 
 
 @table.habit("evaluation whose last batch is smaller, with what is gathered and reduced")

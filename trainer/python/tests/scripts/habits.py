@@ -39,8 +39,6 @@ class Table:
 
     def run(self):
         """Runs the habits that have one of the arguments in their names, or all of them."""
-        # Accelerate collects garbage at each start of a training, which need not look at the libraries.
-        gc.freeze()
         for name, habit, ways, refused in self._habits:
             if sys.argv[1:] and not any(part in name for part in sys.argv[1:]):
                 continue
@@ -55,6 +53,9 @@ class Table:
 
     def _notes(self, habit, way):
         """What a habit notes, and its error."""
+        # Accelerate collects garbage at each start of a training, which need not look at libraries.
+        gc.collect()
+        gc.freeze()
         here = pathlib.Path.cwd()
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
