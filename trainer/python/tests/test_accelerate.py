@@ -259,19 +259,6 @@ def test_resuming_the_trainer_goes_on_after_the_last_committed_step(tmp_path, ca
 
 
 @needs_daemon
-def test_the_checkpoint_that_the_trainer_calls_best_is_loaded_at_the_end(tmp_path):
-    import offloadd.hf  # noqa: F401
-
-    # The largest loss: the first checkpoint.
-    best = dict(load_best_model_at_end=True, save_steps=2, metric_for_best_model="loss", greater_is_better=True)
-
-    expected, _ = with_trainer(tmp_path / "plain", None, None, **best)
-    found, _ = with_trainer(tmp_path / "out", config("nvme", tmp_path), tmp_path / "run", **best)
-    last, _ = with_trainer(tmp_path / "last", None, None)
-    assert distance(found, expected) < 1e-6 < 1e-3 < distance(last, expected)
-
-
-@needs_daemon
 @pytest.mark.parametrize("steps, config, fp32", [(1, None, False), (2, None, True), (2, 1, False), (1, "auto", False)])
 def test_the_trainers_micro_batches_decide_the_type_of_gradients_unless_the_configuration_does(tmp_path, steps, config, fp32):
     import offloadd.hf  # noqa: F401
@@ -283,18 +270,7 @@ def test_the_trainers_micro_batches_decide_the_type_of_gradients_unless_the_conf
         assert run.settings.fp32_gradients == fp32
 
 
-class Layerwise(transformers.Trainer):
-    """Makes an optimizer at each call, as for rates of their own by layer."""
-
-    def create_optimizer(self, *args):
-        first = [param for name, param in self.model.named_parameters() if ".h.0." in name]
-        others = [param for param in self.model.parameters() if all(param is not one for one in first)]
-        self.optimizer = torch.optim.AdamW([{"params": first, "lr": 1e-4}, {"params": others}], lr=1e-3, eps=EPS)
-        return self.optimizer
-
-
-@pytest.mark.parametrize("kind, more", [(transformers.Trainer, {"bf16": True}), (Layerwise, {})], ids=["bf16", "layerwise"])
-def test_a_trainer_that_is_attached_keeps_its_precision_and_its_optimizer(tmp_path, kind, more):
+def test_a_trainer_that_is_attached_keeps_its_precision(tmp_path):
     import offloadd.hf
 
     def run(ours):
@@ -303,14 +279,14 @@ def test_a_trainer_that_is_attached_keeps_its_precision_and_its_optimizer(tmp_pa
         model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: types.add(output.dtype))
         args = transformers.TrainingArguments(
             str(tmp_path / "out"), per_device_train_batch_size=8, num_train_epochs=1, learning_rate=1e-3, adam_epsilon=EPS, seed=5, logging_steps=1,
-            use_cpu=True, disable_tqdm=True, report_to=[], save_strategy="no", **more,
+            use_cpu=True, disable_tqdm=True, report_to=[], save_strategy="no", bf16=True,
         )  # fmt: skip
-        trainer = kind(model, args, train_dataset=data())
+        trainer = transformers.Trainer(model, args, train_dataset=data())
         with offloadd.hf.attach(trainer, config("cpu", tmp_path), run_dir=tmp_path / "run") if ours else contextlib.nullcontext():
             trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], types
 
     expected, in_plain = run(False)
     losses, types = run(True)
-    assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=1e-4 if more else 1e-6)
-    assert types == in_plain == {torch.bfloat16 if more else torch.float32}
+    assert losses[0] == expected[0] and losses == pytest.approx(expected, rel=1e-4)
+    assert types == in_plain == {torch.bfloat16}

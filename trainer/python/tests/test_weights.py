@@ -315,3 +315,28 @@ def test_a_state_dict_reads_each_unit_once(tmp_path, monkeypatch):
         found = model.state_dict()
         assert read == [unit.index for unit in run.engine.gathering.units]
         assert list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_weights_in_memory_have_storages_of_their_own(tmp_path, device):
+    """Those that stay with the model, and those that a run gives back: libraries take tensors of one storage for one."""
+    model = net()
+    model.more, model.tied = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), model.head
+    run, optimizer = prepared(model, tmp_path, device=device)
+    train(model, optimizer, batches(2))
+    if device == "cpu":
+        run.close(keep=True)
+    for param in model.parameters():
+        assert param.untyped_storage().nbytes() == param.numel() * param.element_size() and param.storage_offset() == 0
+    state, before = model.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+    assert state["tied.weight"].untyped_storage()._cdata == state["head.weight"].untyped_storage()._cdata
+    assert state["more.weight"].stride() == model.more.weight.stride() == (8, 1, 4, 2)
+    if device == "none":
+        train(model, optimizer, batches(3)[2:])
+        # As in plain PyTorch, the state is the model's memory.
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        assert not torch.equal(before["head.weight"], model.head.weight)
+        run.close()
+    model.share_memory()
+    del run, optimizer
+    assert all(param.isfinite().all() for param in model.parameters())

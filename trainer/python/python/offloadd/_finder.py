@@ -126,9 +126,14 @@ class Finder(importlib.abc.MetaPathFinder):
         return [_Distribution()] if context.name in (None, NAME) else []
 
 
+def answers():
+    """Whether `import deepspeed` is answered here."""
+    return any(isinstance(one, Finder) for one in sys.meta_path)
+
+
 def install():
     """Puts the finder before all others, once. Returns why it cannot, or None."""
-    if any(isinstance(one, Finder) for one in sys.meta_path):
+    if answers():
         return None
     if NAME in sys.modules:
         return "deepspeed is imported already: import offloadd.as_deepspeed before it"

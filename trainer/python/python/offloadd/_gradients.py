@@ -171,6 +171,12 @@ class Gradients:
                     given[id(param)] = grad
         return dropped, given
 
+    @property
+    def changed(self) -> bool:
+        """Whether the script has dropped, replaced or changed gradients that have come."""
+        dropped, given = self.looked_at()
+        return bool(dropped or given) or any(held.scaled or held.zero or held.value is not None for held in self.handles.values())
+
     def collect(self, unit: Unit, param: nn.Parameter) -> None:
         """Takes what autograd, and hooks after it, have left in `param.grad`."""
         with AS_TENSORS():

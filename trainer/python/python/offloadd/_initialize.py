@@ -143,6 +143,8 @@ class TrainingEngine(nn.Module):
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
         self.training_dataloader: Any = None
         self._stepping = False
+        # Whether a step ends with those of its gradients, as in DeepSpeed.
+        self.drops_gradients = True
         counters = _Counters(self)
         track = [counters, *tracked] if lr_scheduler is None else [counters, lr_scheduler, *tracked]
         self.run: Run = prepare(model, optimizer, settings, run_dir=run_dir, track=track, resume=resume)
@@ -224,7 +226,8 @@ class TrainingEngine(nn.Module):
         self._applied = True
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
-        self.optimizer.zero_grad()
+        if self.drops_gradients:
+            self.optimizer.zero_grad()
 
     def _refuse_step(self, *_: Any) -> None:
         # After the run the optimizer is the script's again, or another engine's.
@@ -238,6 +241,11 @@ class TrainingEngine(nn.Module):
         if self._at_boundary is not None:
             return self._at_boundary
         return (self.micro_steps + 1) % self._accumulated == 0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of a loss have come since the last step."""
+        return bool(self._losses)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the next steps update the weights, instead of counting micro-batches."""

@@ -55,5 +55,6 @@ def _return_parameters(engine: Engine) -> None:
             gathering.wrap_again(unit)
     engine.detach()
     for unit in gathering.units:
+        unit.own_storages()
         # The parameters alone have it from now on, whoever keeps the run.
         unit.flat, unit.access = unit.flat.new_empty(0), None

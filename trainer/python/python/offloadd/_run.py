@@ -237,6 +237,8 @@ class Run:
         _opening.move_activations(self.engine, self.settings.activations, plan.gpu)
         if self.engine.gathering.keep:
             self.engine.gathering.refresh()
+            for unit in self.engine.gathering.units:
+                unit.own_storages()
         self._connect(begins)
         reports.open(self.steps_done)
         self._say_how(committed, begins)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator, Mapping
 
 import torch
 
@@ -17,6 +18,7 @@ from ._initialize import TrainingEngine
 from ._run_dir import has_run
 from ._sequence_loader import Loader
 from ._state import random_state
+from ._wrappers import bare_optimizer
 from .hf import RESUME_DIR, TrainerProgress, check_arguments, choose_optimizer, has_checkpoint, write_random_state
 
 
@@ -30,17 +32,26 @@ def patch_trainer(module: Any) -> None:
         _deepspeed.output_dir = None if args is None or args.output_dir is None else Path(args.output_dir)
         plain_init(self, model, args, *more, **kwargs)
         config = getattr(self.args, "hf_deepspeed_config", None) or getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if config is not None and not _has_optimizer(getattr(config, "hf_ds_config", config)):
-            choose_optimizer(self)
+        config = getattr(config, "hf_ds_config", config)
+        if config is not None:
+            # A Trainer that evaluates first takes the section away.
+            self._offloadd_optimizer = config.config.get("optimizer")
+            if not _has_optimizer(config):
+                choose_optimizer(self)
 
     @functools.wraps(plain)
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
             return plain(self, resume_from_checkpoint, *args, **kwargs)
+        config = plugin.hf_ds_config.config
+        if self._offloadd_optimizer is not None:
+            config.setdefault("optimizer", self._offloadd_optimizer)
+        # The Trainer leaves clipping to the engine.
+        config.setdefault("gradient_clipping", self.args.max_grad_norm or 0.0)
         open_engine = _reopened(self, resume_from_checkpoint)
         # The batch is counted again when ranks of sequences are known.
-        settings = _deepspeed.settings_in({**plugin.hf_ds_config.config, "train_batch_size": "auto"})
+        settings = _deepspeed.settings_in({**config, "train_batch_size": "auto"})
         run_dir = Path(settings.run_dir or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
@@ -48,16 +59,18 @@ def patch_trainer(module: Any) -> None:
         if open_engine is None and settings.use_node_local_storage and processes() > 1:
             resumes, resume_from_checkpoint = _trainer_nodes.bring_checkpoints(self, settings, resumes, resume_from_checkpoint)
         if open_engine is not None:
-            _deepspeed.beginning.update(engine=open_engine)
+            begins = {"engine": open_engine}
         else:
-            _deepspeed.beginning.update(run_dir=run_dir, resume=resumes, track=[kept])
+            begins = {"run_dir": run_dir, "resume": resumes, "track": [kept]}
+            _keep_given(self, config)
         if resumes:
             resume_from_checkpoint = str(_resume(module, self, kept, run_dir / RESUME_DIR))
         elif resume_from_checkpoint is True and not has_checkpoint(self.args.output_dir):
             # The first start of a script that always asks.
             resume_from_checkpoint = None
         try:
-            result = plain(self, resume_from_checkpoint, *args, **kwargs)
+            with _each_time(self, begins):
+                result = plain(self, resume_from_checkpoint, *args, **kwargs)
         finally:
             _deepspeed.beginning.clear()
         self.model_wrapped.run.drain()
@@ -114,10 +127,57 @@ def patch_state(module: Any) -> None:
     module.PartialState._prepare_backend = prepare_backend
 
 
+@contextlib.contextmanager
+def _each_time(trainer: Any, begins: Mapping[str, Any]) -> Iterator[None]:
+    """Lets each model that the Trainer's loop prepares begin so: it begins anew where a batch was too large (auto_find_batch_size)."""
+    plain = trainer._inner_training_loop
+
+    @functools.wraps(plain)
+    def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
+        _deepspeed.beginning.update(begins)
+        return plain(*args, **kwargs)
+
+    trainer._inner_training_loop = inner_training_loop
+    try:
+        yield
+    finally:
+        del trainer._inner_training_loop
+
+
+def _keep_given(trainer: Any, config: Mapping[str, Any]) -> None:
+    """Lets a Trainer train with the optimizer and the schedule that it was given: with a configuration of DeepSpeed's it would make others."""
+    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
+    if not isinstance(optimizer, torch.optim.Optimizer) or bare_optimizer(optimizer) is not optimizer:
+        # Of an earlier training, if there is one.
+        return
+    for section, given in (("optimizer", optimizer), ("scheduler", schedule)):
+        if section in config and given is not None:
+            raise NotSupported(f"the Trainer was given the script's {section}, and the configuration has a section {section}: leave one of them out")
+
+    def create_optimizer(*_: Any, **__: Any) -> torch.optim.Optimizer:
+        trainer.optimizer = optimizer if trainer.optimizer is None else trainer.optimizer
+        return trainer.optimizer
+
+    trainer.create_optimizer = create_optimizer
+    if schedule is not None:
+
+        def create_scheduler(*_: Any, **__: Any) -> Any:
+            trainer.lr_scheduler = schedule
+            return schedule
+
+        trainer.create_scheduler = create_scheduler
+
+
 def _reopened(trainer: Any, resume_from_checkpoint: Any) -> Any:
-    """Returns the engine of an earlier `train` of this Trainer, which trains on with its weights and moments; None without one."""
+    """Returns the engine of an earlier `train` of this Trainer, which trains on with its weights and moments; None without one, and where the Trainer makes
+    another model."""
     engine = trainer.model_wrapped
-    if not isinstance(engine, TrainingEngine) or engine.run.closed:
+    if isinstance(engine, TrainingEngine) and engine.optimizer is None:
+        # Of an evaluation. It ends when the model is trained.
+        trainer.accelerator.deepspeed_engine_wrapped = None
+        trainer.model_wrapped = engine.module
+        return None
+    if not isinstance(engine, TrainingEngine) or engine.run.closed or getattr(trainer, "model_init", None) is not None:
         return None
     if resume_from_checkpoint is True:
         raise NotSupported("a second train() in one process with resume_from_checkpoint=True: name a checkpoint, or start the script again")

@@ -155,6 +155,15 @@ class Unit:
                     _DATA.__set__(one, view)
         self._lie_in(flat)
 
+    def own_storages(self) -> None:
+        """Gives each parameter a storage of its own, whose memory is its place in the flat tensor: libraries take tensors of one storage for one tensor, and
+        some write the first of them alone."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for (part, shares, *_), offset in zip(self.packed, self.offsets):
+                own = _own_storage(self.view_of(self.flat, part, offset))
+                for one in (part, *shares):
+                    _DATA.__set__(one, own)
+
     def leave(self) -> None:
         """Leaves the memory to somebody who holds it, and makes the parameters views of a flat tensor without memory."""
         self.move(torch.empty(self.room_elems, dtype=self.dtype, device=self.flat.device), copy=False)
@@ -183,6 +192,18 @@ class Unit:
             if param.is_contiguous() or not is_dense(param):
                 return flat[offset : offset + param.numel()].view(param.shape)
             return flat.as_strided(param.size(), param.stride(), offset)
+
+
+def _own_storage(view: torch.Tensor) -> torch.Tensor:
+    """A dense tensor of the memory of `view`, in a storage that begins and ends with it."""
+    item_bytes = view.element_size()
+    if view.numel() == 0 or view.untyped_storage().nbytes() == view.numel() * item_bytes:
+        return view
+    whole = torch.empty(0, dtype=torch.uint8, device=view.device)
+    whole.set_(view.untyped_storage(), view.storage_offset() * item_bytes, (view.numel() * item_bytes,))
+    # It keeps the memory of the view.
+    storage = torch.from_dlpack(whole).untyped_storage()
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
 
 def is_dense(one: torch.Tensor) -> bool:

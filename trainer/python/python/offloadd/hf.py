@@ -15,6 +15,7 @@ import torch
 
 from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import settings_of
+from ._errors import NotSupported
 from ._lion import Lion
 from ._ranks import Ranks
 from ._run import Run, prepare
@@ -161,6 +162,10 @@ def choose_optimizer(trainer: Any) -> None:
 
 
 def _create_optimizer(trainer: Any) -> torch.optim.Optimizer:
+    if getattr(trainer, "model_init", None) is not None:
+        raise NotSupported(
+            f"attach: {type(trainer).__name__} has model_init, by which train() would make another model: pass it the model, or a configuration of DeepSpeed's"
+        )
     choose_optimizer(trainer)
     made = trainer.create_optimizer()
     # Trainers with optimizers of their own make another one at each call, and some return none.
