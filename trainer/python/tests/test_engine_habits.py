@@ -63,9 +63,13 @@ def test_fp16_takes_scaled_losses_only(tmp_path):
     assert same(expected, scaled)
     engine, *_ = engine_of(tmp_path, run_dir="refused", **FP16)
     train(engine, inputs[:1])
-    with pytest.raises(offloadd.NotSupported, match=r"engine.scale\(loss\).backward\(\)"):
-        engine(inputs[1]).square().backward()
-    engine.optimizer.zero_grad()
+    for before in ([], [lambda: engine.scale(engine(inputs[1]).square()).backward()]):
+        # A scale is that of one loss.
+        for backward in before:
+            backward()
+        with pytest.raises(offloadd.NotSupported, match=r"engine.scale\(loss\).backward\(\)"):
+            engine(inputs[1]).square().backward()
+        engine.optimizer.zero_grad()
     engine.backward(engine(inputs[1]).square())
     with pytest.raises(offloadd.NotSupported, match=r"call engine.step\(\)"):
         engine.optimizer.step()
@@ -97,11 +101,11 @@ def test_a_loss_that_passes_through_another_engines_model_is_scaled_once(tmp_pat
     x = batches(1)[0].half()
     critic, *_ = engine_of(tmp_path, run_dir="critic", **FP16)
     generator, *_ = engine_of(tmp_path, run_dir="generator", fp16={"enabled": True, "initial_scale_power": 4})
-    for _ in range(2):
-        critic.backward(critic(x).square())
+    for backward in (BACKWARDS["engine.backward"], BACKWARDS["engine.scale"]):
+        backward(critic, critic(x).square())
         critic.step()
         critic.zero_grad()
-        generator.backward(critic(x * generator(x)).square())
+        backward(generator, critic(x * generator(x)).square())
         generator.step()
     assert critic.run.steps_done == generator.run.steps_done == 2
     critic.destroy(), generator.destroy()

@@ -199,6 +199,8 @@ class TrainingEngine(nn.Module):
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._applied = False
+        # Also of a backward that failed.
+        self._scaling.forget_scaled()
         if not boundary:
             return
         self.global_steps += 1
