@@ -171,6 +171,35 @@ def test_a_handler_that_saves_sees_a_steps_weights_or_is_refused(tmp_path, kind)
     script.close()
 
 
+def test_a_handler_that_makes_a_checkpoint_makes_one_of_a_step_or_is_refused(tmp_path):
+    expected, lines = trajectory("prepare", tmp_path / "plain")
+    script, reader, made = Script("prepare", tmp_path / "run"), Script("prepare", tmp_path / "reader"), []
+    for _ in range(WARM):
+        script.step()
+
+    def save(*_):
+        try:
+            script.run.save_checkpoint(tmp_path / "checkpoint")
+            made.append(script.steps_done)
+        except offloadd.NotSupported as error:
+            assert "set a flag" in str(error)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        for at in range(0, lines, STRIDE):
+            count = len(made)
+            with signal_at(at, signal.SIGUSR1):
+                script.step()
+            assert same(script.weights(), expected[script.number]), at
+            if len(made) > count:
+                reader.run.load_checkpoint(tmp_path / "checkpoint")
+                assert reader.steps_done == made[-1] and same(reader.weights(), expected[made[-1]]), at
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert made
+    script.close(), reader.close()
+
+
 def test_work_that_an_interrupt_has_ended_is_not_under_way(monkeypatch):
     monkeypatch.setattr(offloadd._reentry, "_under_way", (lambda: sys._getframe())())
     assert offloadd._reentry.not_reentered(lambda: 7)() == 7

@@ -415,9 +415,7 @@ class OptimizerRun:
         """Commits the last step."""
         self._check_open()
         self.check_none_begun("a commit")
-        self.commits.seal()
-        self.ranks.meet("commit what is done")
-        self.core.drain()
+        self.commits.drain()
         self._uncommitted = 0
 
     def _check_open(self) -> None:
