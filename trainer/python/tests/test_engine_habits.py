@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import offloadd
@@ -119,6 +120,8 @@ def test_an_engine_is_a_module_around_its_model(tmp_path):
     assert same(engine.state_dict(), names) and [name for name, _ in engine.named_parameters()] == [
         f"module.{name}" for name, _ in engine.module.named_parameters()
     ]
+    assert list(engine.state_dict({}, "a.")) == [f"a.{name}" for name in names]
+    assert list(nn.ModuleDict({"a": engine}).state_dict()) == [f"a.{name}" for name in names]
     other = nn.Module()
     other.module = model_of()
     other.load_state_dict(engine.state_dict())
@@ -169,9 +172,13 @@ def test_an_engine_that_only_reads_has_the_names_of_one_that_trains(tmp_path):
         counts = engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.cur_scale
         assert (counts, engine.get_batch_info(), engine.was_step_applied()) == ((0, 0, 0, 0, 1.0), (1, 1, 1), False)
         assert engine.is_gradient_accumulation_boundary()
+        assert (engine.get_lr(), engine.get_mom(), engine.get_global_grad_norm(), engine.gradient_clipping()) == ([], [], None, 1.0)
         for route in ("train", "eval"):
             assert sorted(x.item() for (x,) in engine.deepspeed_io(data, route=route)) == [0, 1, 2]
         engine.zero_grad(set_to_none=True)
+        for name, load in {"model.bin": torch.load, "model.safetensors": load_file}.items():
+            assert engine.save_16bit_model(tmp_path / device, name)
+            assert same(load(tmp_path / device / name), weights(engine)), name
         engine.destroy()
 
 
