@@ -21,6 +21,29 @@ stepped = Theme("steps")
 
 stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=BOTH)
 stepped.refused("no `zero_grad` between steps", "zero_grad()", lambda s: s.step(0, 1, 2, zero=False), devices=BOTH)
+
+
+def _block(s, number):
+    """A backward that reaches one block."""
+    s.model.blocks[number](torch.ones(1, 16)).square().sum().backward()
+
+
+def _drop(s, number, drop):
+    for param in s.model.blocks[number].parameters():
+        drop(param)
+
+
+stepped.refused(
+    "no `zero_grad` between steps of two blocks", "zero_grad()", lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), s.optimizer.step()], devices=BOTH
+)
+stepped.equal(
+    "`p.grad = None` of a block that a step has left, after a backward of another",
+    lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), _drop(s, 0, lambda p: setattr(p, "grad", None)), s.optimizer.step()],
+)
+stepped.equal(
+    "`p.grad.zero_()` of a block that a step has left, after a backward of another",
+    lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), _drop(s, 0, lambda p: p.grad.zero_()), s.optimizer.step()],
+)
 stepped.equal(
     "`zero_grad` before backward instead of after the step",
     lambda s: [(s.optimizer.zero_grad(), s.step(n, zero=False)) for n in range(3)],
