@@ -298,10 +298,12 @@ class Gradients:
                 if id(param) in changed:
                     self._summed.add(id(param))
                     self.square_sums[id(param)] = square_sum
-                    self.handles[id(param)] = held = GradientInTile(param, square_sum, siblings)
-                    held.zero = changed[id(param)] is None
-                    if id(param) not in given:
-                        param.grad = held
+                    if id(param) in given:
+                        self.handles[id(param)] = GradientInTile(param, square_sum, siblings)
+                    else:
+                        # What a script holds goes on to be the gradient.
+                        self.handles[id(param)].begin(square_sum, siblings)
+                    self.handles[id(param)].zero = changed[id(param)] is None
 
     @not_reentered
     def hand_over(self, unit: Unit) -> None:
@@ -377,9 +379,10 @@ class Gradients:
                         param.grad = given[id(param)]
 
     def used(self) -> None:
-        """The step's update was ordered. What stands for gradients stays until it is dropped."""
+        """The step's update was ordered. What stands for gradients stays until it is dropped, and goes on to be the gradient where it is made zero."""
+        shown = dict(self._shown)
         self._forget_what_came()
-        self.applied = True
+        self._shown, self.applied = shown, True
 
 
 def _index(unit: Unit, param: nn.Parameter) -> int:
