@@ -1,5 +1,5 @@
-"""Signals at each line of the package that a step runs. Errors that this finds: memory that is gone and counts as there, a step that is made and not counted,
-or counted and not made, an order of units that the engine does not have."""
+"""Signals where functions of the package begin and end in a step. Errors that this finds: memory that is gone and counts as there, a step that is made and not
+counted, or counted and not made, an order of units that the engine does not have."""
 
 import contextlib
 import os
@@ -13,13 +13,12 @@ from torch import nn
 
 import offloadd
 import offloadd._reentry
-from offloadd._interrupts import Interrupts
 from test_muon import same
 from test_runs import config
 
 PACKAGE = str(pathlib.Path(offloadd.__file__).parent)
-# Lines between two signals: a prime, so that loops are met at different lines.
-STRIDE = 1 if os.environ.get("OFFLOADD_ALL_CASES") else 37
+# Places between two signals: a prime, so that loops are met at different places.
+STRIDE = 1 if os.environ.get("OFFLOADD_ALL_CASES") else 29
 WARM = 3
 
 
@@ -79,21 +78,22 @@ class Script:
 
 @contextlib.contextmanager
 def signal_at(at, number):
-    """Sends the signal `number` at a line of the package, counted from 0. Yields the lines that were run."""
-    count, sent = [0], []
+    """Sends the signal `number` where a function of the package begins or ends, counted from 0. Yields the number of such places that were passed. Python looks
+    for signals there, and not at each line."""
+    count = [0]
 
-    def lines(frame, event, _):
-        if event == "line":
-            # Python looks for signals at calls of its functions, and there is none between this function's beginning and the call of the engine in it. Here
-            # each line has one.
-            if count[0] >= at and not sent and frame.f_code is not Interrupts.finish.__code__:
-                sent.append(frame)
-                signal.raise_signal(number)
+    def place(frame, event, _):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event in ("call", "return"):
+            frame.f_trace_lines = False
             count[0] += 1
-        return lines
+            if count[0] == at + 1:
+                signal.raise_signal(number)
+        return place
 
     before = sys.gettrace()
-    sys.settrace(lambda frame, event, _: lines if frame.f_code.co_filename.startswith(PACKAGE) else None)
+    sys.settrace(place)
     try:
         yield count
     finally:
@@ -101,7 +101,7 @@ def signal_at(at, number):
 
 
 def trajectory(kind, path):
-    """The weights after each of some steps, and the lines of one."""
+    """The weights after each of some steps, and the places of one."""
     script = Script(kind, path)
     found = [script.weights()]
     for _ in range(WARM):
@@ -122,13 +122,13 @@ KINDS = ("prepare", "prepare, parameters stay", "offloadd.optim", "offloadd.opti
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_ctrl_c_meets_is_made_or_not(tmp_path, kind):
-    expected, lines = trajectory(kind, tmp_path / "plain")
+    expected, places = trajectory(kind, tmp_path / "plain")
     script = Script(kind, tmp_path / "run")
     for _ in range(WARM):
         script.step()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for at in range(0, lines, STRIDE):
+        for at in range(0, places, STRIDE):
             number = script.number
             with contextlib.suppress(KeyboardInterrupt), signal_at(at, signal.SIGINT):
                 script.step()
@@ -144,7 +144,7 @@ def test_a_step_that_ctrl_c_meets_is_made_or_not(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handler_that_saves_sees_a_steps_weights_or_is_refused(tmp_path, kind):
-    expected, lines = trajectory(kind, tmp_path / "plain")
+    expected, places = trajectory(kind, tmp_path / "plain")
     script, saved, came = Script(kind, tmp_path / "run"), [], 0
     for _ in range(WARM):
         script.step()
@@ -158,7 +158,7 @@ def test_a_handler_that_saves_sees_a_steps_weights_or_is_refused(tmp_path, kind)
 
     before = signal.signal(signal.SIGUSR1, save)
     try:
-        for at in range(0, lines, STRIDE):
+        for at in range(0, places, STRIDE):
             with signal_at(at, signal.SIGUSR1):
                 script.step()
             assert same(script.weights(), expected[script.number]), at
@@ -172,7 +172,7 @@ def test_a_handler_that_saves_sees_a_steps_weights_or_is_refused(tmp_path, kind)
 
 
 def test_a_handler_that_makes_a_checkpoint_makes_one_of_a_step_or_is_refused(tmp_path):
-    expected, lines = trajectory("prepare", tmp_path / "plain")
+    expected, places = trajectory("prepare", tmp_path / "plain")
     script, reader, made = Script("prepare", tmp_path / "run"), Script("prepare", tmp_path / "reader"), []
     for _ in range(WARM):
         script.step()
@@ -186,7 +186,7 @@ def test_a_handler_that_makes_a_checkpoint_makes_one_of_a_step_or_is_refused(tmp
 
     before = signal.signal(signal.SIGUSR1, save)
     try:
-        for at in range(0, lines, STRIDE):
+        for at in range(0, places, STRIDE):
             count = len(made)
             with signal_at(at, signal.SIGUSR1):
                 script.step()
