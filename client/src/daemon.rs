@@ -4,10 +4,12 @@ use std::path::Path;
 use std::time::Instant;
 
 use offload_api::PROTOCOL_VERSION;
+use offload_api::fault::FaultKind;
 use offload_api::ids::{Epoch, Generation};
 use offload_api::proto;
 
 use crate::control::{BUSY_AGAIN, BUSY_WAIT, Control, LONG_WAIT, SHORT_WAIT};
+use crate::session::Attempts;
 use crate::types::DeviceInfo;
 use crate::{ClientError, convert};
 
@@ -110,18 +112,27 @@ impl Daemon {
         Ok(jobs.collect())
     }
 
-    /// Deletes a job and returns the bytes freed. Refused while the job has an open session.
+    /// Deletes a job and returns the bytes freed. Refused while the job has an open session; one that has just ended is waited for.
     pub fn drop_job(&self, job: &str) -> Result<u64, ClientError> {
-        let request = proto::DropJobRequest {
-            job: job.into(),
-            uid: None,
-        };
-        let reply = self
-            .control
-            .call("DropJob", LONG_WAIT, |mut client| async move {
-                client.drop_job(request).await
-            })?;
-        Ok(reply.freed_bytes)
+        let mut attempts = Attempts::begin();
+        loop {
+            let request = proto::DropJobRequest {
+                job: job.into(),
+                uid: None,
+            };
+            let reply = self
+                .control
+                .call("DropJob", LONG_WAIT, |mut client| async move {
+                    client.drop_job(request).await
+                });
+            match reply {
+                Ok(reply) => return Ok(reply.freed_bytes),
+                Err(error) if error.fault() == Some(FaultKind::Ending) => {
+                    attempts.again_after(error)?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 }
 

@@ -541,6 +541,7 @@ fn what_cannot_start_is_refused_at_once_with_the_slot() {
 fn a_refusal_keeps_its_kind_and_words() {
     let daemon = FakeDaemon::start(Manners::default());
     let connected = Daemon::connect(&daemon.socket).unwrap();
+    // The answer that follows those which ask for a moment.
     match connected.drop_job("no such").unwrap_err() {
         ClientError::Refused(fault) => {
             assert_eq!(fault.kind, FaultKind::NotFound);

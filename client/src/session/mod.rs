@@ -10,7 +10,7 @@ mod swap;
 mod wait;
 
 pub use commit::CommittedGeneration;
-use restart::Attempts;
+pub(crate) use restart::Attempts;
 pub use restart::RESTART_WAIT;
 
 use std::io::ErrorKind;

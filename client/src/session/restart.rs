@@ -33,10 +33,10 @@ const LISTEN_WAIT: Duration = Duration::from_secs(1);
 /// How long an open waits for the last operations of a session that it follows. A device that is slower hangs.
 const ENDING_WAIT: Duration = Duration::from_secs(60);
 
-/// Attempts to open a session. A daemon that stops, or that is being replaced, is waited for, and one that can open it soon; one that was never
-/// there is not.
+/// Attempts to open a session, or to delete a job. A daemon that stops, or that is being replaced, is waited for, and one that can do it soon; one that was
+/// never there is not.
 #[derive(Debug)]
-pub(super) struct Attempts {
+pub(crate) struct Attempts {
     began: Instant,
     /// Whether the log says what is waited for.
     told: bool,
@@ -45,7 +45,7 @@ pub(super) struct Attempts {
 }
 
 impl Attempts {
-    pub(super) fn begin() -> Self {
+    pub(crate) fn begin() -> Self {
         Self {
             began: Instant::now(),
             told: false,
@@ -54,7 +54,7 @@ impl Attempts {
     }
 
     /// Pauses before the next attempt, or returns the error that stands.
-    pub(super) fn again_after(&mut self, error: ClientError) -> Result<(), ClientError> {
+    pub(crate) fn again_after(&mut self, error: ClientError) -> Result<(), ClientError> {
         let again = match &error {
             ClientError::Refused(fault)
                 if matches!(fault.kind, FaultKind::Queued | FaultKind::Ending) =>

@@ -79,6 +79,7 @@ impl FakeDaemon {
             opened: Mutex::new(opened),
             describe_calls: describe_calls.clone(),
             commit_calls: AtomicU64::new(0),
+            drop_calls: AtomicU64::new(0),
             committed: AtomicU64::new(0),
         };
         let (stop, stopped) = tokio::sync::oneshot::channel();
@@ -232,6 +233,7 @@ struct Service {
     opened: Mutex<Sender<Arc<Geometry>>>,
     describe_calls: Arc<AtomicU64>,
     commit_calls: AtomicU64,
+    drop_calls: AtomicU64,
     committed: AtomicU64,
 }
 
@@ -370,10 +372,10 @@ impl Offload for Service {
     }
 
     async fn drop_job(&self, _: Request<DropJobRequest>) -> Answer<DropJobReply> {
-        let fault = offload_api::fault::Fault::new(
-            offload_api::fault::FaultKind::NotFound,
-            "the fake keeps no jobs",
-        );
+        let fault = match self.drop_calls.fetch_add(1, Ordering::Relaxed) {
+            0 | 1 => Fault::new(FaultKind::Ending, "its last operations are still ending"),
+            _ => Fault::new(FaultKind::NotFound, "the fake keeps no jobs"),
+        };
         Err(fault.into())
     }
 

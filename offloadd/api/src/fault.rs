@@ -157,6 +157,13 @@ impl From<&tonic::Status> for Fault {
 mod tests {
     use super::*;
 
+    /// An older client takes a kind that it does not know for a daemon that is stopping, and waits for the next one.
+    #[test]
+    fn a_new_kind_raises_the_protocol_version() {
+        let (kinds, version) = (FaultKind::ALL.len(), crate::PROTOCOL_VERSION);
+        assert_eq!((kinds, version), (26, 8), "raise both");
+    }
+
     #[test]
     fn a_fault_survives_the_way_through_a_status() {
         for kind in FaultKind::ALL {

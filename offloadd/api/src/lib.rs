@@ -55,7 +55,7 @@ impl proto::JobRecord {
 /// 5. The daemon tells how far a read has come.
 /// 6. The answer to a new session has bounds; its job's record comes in parts.
 /// 7. Sessions know devices by their number in the store, and a refusal has the job's first fault.
-pub const PROTOCOL_VERSION: u32 = 7;
+pub const PROTOCOL_VERSION: u32 = 8;
 
 /// Unit of tiles, slots and extents: the largest logical block that a supported drive may have.
 pub const BLOCK_BYTES: u32 = 4096;

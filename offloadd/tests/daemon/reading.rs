@@ -109,7 +109,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
             uid: None,
         });
         match dropped.unwrap_err() {
-            busy if busy.kind == FaultKind::Busy => std::thread::sleep(Duration::from_millis(5)),
+            soon if soon.kind == FaultKind::Ending => std::thread::sleep(Duration::from_millis(5)),
             other => break other,
         }
     });

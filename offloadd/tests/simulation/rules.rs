@@ -187,6 +187,12 @@ fn a_dead_process_keeps_its_arena_until_its_io_has_ended() {
     // The process that follows waits: this rank, and the other one of two.
     assert_eq!(kind(world.open(&job("a"), 0, 1)), FaultKind::Ending);
     assert_eq!(kind(world.open(&job("a"), 1, 2)), FaultKind::Ending);
+    // Who deletes its job waits too.
+    let delete = || Call::DropJob {
+        uid: PEER.uid,
+        job: job("a"),
+    };
+    assert_eq!(kind(world.ask(delete())), FaultKind::Ending);
     // So it does where the session that ends is the last that there can be.
     let only_one = Limits {
         sessions_max: 1,
@@ -202,6 +208,7 @@ fn a_dead_process_keeps_its_arena_until_its_io_has_ended() {
     assert!(offered.is_empty());
     world.resume(process, 0).unwrap();
     assert_eq!(world.read(process, 0), Err(FaultKind::NeverWritten));
+    assert_eq!(kind(world.ask(delete())), FaultKind::Busy);
 }
 
 #[test]

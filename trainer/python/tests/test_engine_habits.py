@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import offloadd
@@ -63,9 +64,13 @@ def test_fp16_takes_scaled_losses_only(tmp_path):
     assert same(expected, scaled)
     engine, *_ = engine_of(tmp_path, run_dir="refused", **FP16)
     train(engine, inputs[:1])
-    with pytest.raises(offloadd.NotSupported, match=r"engine.scale\(loss\).backward\(\)"):
-        engine(inputs[1]).square().backward()
-    engine.optimizer.zero_grad()
+    for before in ([], [lambda: engine.scale(engine(inputs[1]).square()).backward()]):
+        # A scale is that of one loss.
+        for backward in before:
+            backward()
+        with pytest.raises(offloadd.NotSupported, match=r"engine.scale\(loss\).backward\(\)"):
+            engine(inputs[1]).square().backward()
+        engine.optimizer.zero_grad()
     engine.backward(engine(inputs[1]).square())
     with pytest.raises(offloadd.NotSupported, match=r"call engine.step\(\)"):
         engine.optimizer.step()
@@ -97,11 +102,11 @@ def test_a_loss_that_passes_through_another_engines_model_is_scaled_once(tmp_pat
     x = batches(1)[0].half()
     critic, *_ = engine_of(tmp_path, run_dir="critic", **FP16)
     generator, *_ = engine_of(tmp_path, run_dir="generator", fp16={"enabled": True, "initial_scale_power": 4})
-    for _ in range(2):
-        critic.backward(critic(x).square())
+    for backward in (BACKWARDS["engine.backward"], BACKWARDS["engine.scale"]):
+        backward(critic, critic(x).square())
         critic.step()
         critic.zero_grad()
-        generator.backward(critic(x * generator(x)).square())
+        backward(generator, critic(x * generator(x)).square())
         generator.step()
     assert critic.run.steps_done == generator.run.steps_done == 2
     critic.destroy(), generator.destroy()
@@ -115,6 +120,8 @@ def test_an_engine_is_a_module_around_its_model(tmp_path):
     assert same(engine.state_dict(), names) and [name for name, _ in engine.named_parameters()] == [
         f"module.{name}" for name, _ in engine.module.named_parameters()
     ]
+    assert list(engine.state_dict({}, "a.")) == [f"a.{name}" for name in names]
+    assert list(nn.ModuleDict({"a": engine}).state_dict()) == [f"a.{name}" for name in names]
     other = nn.Module()
     other.module = model_of()
     other.load_state_dict(engine.state_dict())
@@ -165,9 +172,13 @@ def test_an_engine_that_only_reads_has_the_names_of_one_that_trains(tmp_path):
         counts = engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.cur_scale
         assert (counts, engine.get_batch_info(), engine.was_step_applied()) == ((0, 0, 0, 0, 1.0), (1, 1, 1), False)
         assert engine.is_gradient_accumulation_boundary()
+        assert (engine.get_lr(), engine.get_mom(), engine.get_global_grad_norm(), engine.gradient_clipping()) == ([], [], None, 1.0)
         for route in ("train", "eval"):
             assert sorted(x.item() for (x,) in engine.deepspeed_io(data, route=route)) == [0, 1, 2]
         engine.zero_grad(set_to_none=True)
+        for name, load in {"model.bin": torch.load, "model.safetensors": load_file}.items():
+            assert engine.save_16bit_model(tmp_path / device, name)
+            assert same(load(tmp_path / device / name), weights(engine)), name
         engine.destroy()
 
 

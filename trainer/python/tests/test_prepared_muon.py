@@ -12,7 +12,7 @@ import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._muon import MuonWithAdamW, block_matrices
-from offloadd._schedules import schedule_of
+from offloadd._schedules import optimizer_of, schedule_of
 from ranks import on_ranks
 from test_muon import bytes_of, clip_in_double, interrupt, same, values
 from test_runs import PROGRAM, config, needs_daemon
@@ -191,6 +191,41 @@ def test_a_configured_schedule_keeps_the_ratio_of_the_rates_of_a_scripts_groups(
         assert rates[0] < rates[2] < rates[-1] == pytest.approx([1e-2, 2e-2, 5e-3])
         for group in optimizer.param_groups:
             group["lr"] = 0.0
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_configured_schedule_that_follows_another_begins_with_the_same_rate(kind):
+    model = model_of()
+    settings = settings_of({"scheduler": {"type": kind, "params": {"total_num_steps": 4, "warmup_num_steps": 2}}})
+    for optimizer in ours(model), torch.optim.AdamW(model.parameters(), lr=1e-2):
+        found = []
+        for _ in range(2):
+            schedule, rates = schedule_of(settings, optimizer), []
+            for _ in range(6):
+                optimizer.step()
+                schedule.step()
+                rates.append([group["lr"] for group in optimizer.param_groups])
+            found.append(rates)
+        assert found[0] == found[1] and max(rates)[0] == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        ({"lr": 5e-3}, [(5e-3, True), (2e-2, True), (5e-3, False), (1e-2, False)]),
+        ({"use_muon": False}, [(2e-2, True), (1e-2, False), (1e-2, False)]),
+        ({"use_muon": False, "lr": 5e-3}, [(2e-2, True), (5e-3, False), (1e-2, False)]),
+        ({"weight_decay": 0.5}, [(2e-2, True), (2e-2, True), (1e-2, False), (1e-2, False)]),
+    ],
+)
+def test_what_a_group_says_of_itself_stays_with_a_configured_muon(more, expected):
+    model = model_of()
+    first, *others = model.layers
+    groups = [{"params": first.parameters(), **more}, {"params": [*nn.ModuleList(others).parameters(), *model.head.parameters()]}]
+    optimizer = optimizer_of(settings_of({"optimizer": CONFIG["optimizer"]}), model, groups)
+    assert [(group["lr"], group["use_muon"]) for group in optimizer.param_groups] == expected
+    assert sum(group["weight_decay"] == 0.5 for group in optimizer.param_groups) == 2 * ("weight_decay" in more)
+    assert len({id(param) for group in optimizer.param_groups for param in group["params"]}) == len(list(model.parameters()))
 
 
 def test_clipping_for_an_optimizer_alone_is_refused_by_name(tmp_path):

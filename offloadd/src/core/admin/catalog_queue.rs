@@ -147,7 +147,7 @@ impl Admin {
         data: &mut Data,
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
-        data.jobs.check_closed(&key)?;
+        data.jobs.check_closed(&key, &data.sessions.ending(&key))?;
         self.change_catalog(QueuedChange::Drop { key, call }, data, ops)?;
         Ok(None)
     }
@@ -293,7 +293,8 @@ impl Admin {
 
     fn start_drop(&mut self, key: JobKey, call: CallId, data: &mut Data, ops: &mut Operations) {
         // Sessions may have come while this waited.
-        let job_id = match data.jobs.begin_drop(&key) {
+        let ending = data.sessions.ending(&key);
+        let job_id = match data.jobs.begin_drop(&key, &ending) {
             Ok(job_id) => job_id,
             Err(fault) => return ops.refuse(call, fault),
         };

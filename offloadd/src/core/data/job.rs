@@ -197,12 +197,7 @@ impl Job {
     ) -> Result<(), Fault> {
         let name = &self.key.name;
         let busy = |why: String| Err(Fault::new(FaultKind::Busy, why));
-        let soon = |why: String| {
-            let what = format!(
-                "{why}; if this takes long, `offloadd top` shows the device that does not answer"
-            );
-            Err(Fault::new(FaultKind::Ending, what))
-        };
+        let soon = |why: String| Err(still_ending(why));
         if let Some(fault) = &self.broken {
             return Err(fault.clone());
         }
@@ -250,6 +245,13 @@ impl Job {
         }
         Ok(())
     }
+}
+
+/// Refuses what is possible in a moment.
+pub(super) fn still_ending(why: String) -> Fault {
+    let what =
+        format!("{why}; if this takes long, `offloadd top` shows the device that does not answer");
+    Fault::new(FaultKind::Ending, what)
 }
 
 /// Names processes of a user, for messages.

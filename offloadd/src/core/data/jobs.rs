@@ -1,12 +1,12 @@
 //! The table of jobs: which exist, and the changes of it that the catalog's changes bring about.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::DeviceIndex;
+use offload_api::ids::{DeviceIndex, Rank};
 
 use super::JobKey;
-use super::job::Job;
+use super::job::{Job, still_ending};
 use super::stored::StoredJob;
 use crate::core::operations::{Operations, ScriptId};
 use crate::store::catalog::Entry;
@@ -114,12 +114,16 @@ impl JobTable {
         }
     }
 
-    /// Returns the id of a job that has no sessions.
+    /// Returns the id of a job that has no sessions. Those of the ranks `ending` wait for their last operations only.
     ///
     /// # Errors
     /// The job does not exist, is open, or is being deleted.
-    pub(in crate::core) fn check_closed(&self, key: &JobKey) -> Result<u64, Fault> {
-        let stored = closed(self.0.get(key), key)?;
+    pub(in crate::core) fn check_closed(
+        &self,
+        key: &JobKey,
+        ending: &BTreeSet<Rank>,
+    ) -> Result<u64, Fault> {
+        let stored = closed(self.0.get(key), key, ending)?;
         Ok(stored.entry.job_id)
     }
 
@@ -127,8 +131,12 @@ impl JobTable {
     ///
     /// # Errors
     /// As of [`Self::check_closed`].
-    pub(super) fn closed_mut(&mut self, key: &JobKey) -> Result<&mut Job, Fault> {
-        self.check_closed(key)?;
+    pub(super) fn closed_mut(
+        &mut self,
+        key: &JobKey,
+        ending: &BTreeSet<Rank>,
+    ) -> Result<&mut Job, Fault> {
+        self.check_closed(key, ending)?;
         Ok(self.existing(key))
     }
 
@@ -137,9 +145,13 @@ impl JobTable {
     ///
     /// # Errors
     /// As of [`Self::check_closed`].
-    pub(in crate::core) fn begin_drop(&mut self, key: &JobKey) -> Result<u64, Fault> {
-        let job_id = self.check_closed(key)?;
-        self.closed_mut(key)?.dropping = true;
+    pub(in crate::core) fn begin_drop(
+        &mut self,
+        key: &JobKey,
+        ending: &BTreeSet<Rank>,
+    ) -> Result<u64, Fault> {
+        let job_id = self.check_closed(key, ending)?;
+        self.existing(key).dropping = true;
         Ok(job_id)
     }
 
@@ -166,7 +178,11 @@ impl JobTable {
 }
 
 /// Checks that a job has no sessions. Returns its state on devices.
-fn closed<'a>(job: Option<&'a Job>, key: &JobKey) -> Result<&'a StoredJob, Fault> {
+fn closed<'a>(
+    job: Option<&'a Job>,
+    key: &JobKey,
+    ending: &BTreeSet<Rank>,
+) -> Result<&'a StoredJob, Fault> {
     let Some((job, stored)) = job.and_then(|job| Some((job, job.stored.as_ref()?))) else {
         return Err(Fault::new(
             FaultKind::NotFound,
@@ -175,17 +191,17 @@ fn closed<'a>(job: Option<&'a Job>, key: &JobKey) -> Result<&'a StoredJob, Fault
     };
     let busy = |why| Err(Fault::new(FaultKind::Busy, why));
     if !job.members.is_empty() {
-        return busy(format!(
-            "job {} is open in {}: end it first",
-            key.name,
-            job.processes()
-        ));
+        let (name, processes) = (&key.name, job.processes());
+        return match job.members.keys().all(|rank| ending.contains(rank)) {
+            true => Err(still_ending(format!(
+                "the last operations of job {name} in {processes} are still ending"
+            ))),
+            false => busy(format!("job {name} is open in {processes}: end it first")),
+        };
     }
     if job.script.is_some() {
-        return busy(format!(
-            "a record of job {} is being written: try again",
-            key.name
-        ));
+        let what = format!("a record of job {} is being written", key.name);
+        return Err(still_ending(what));
     }
     if job.dropping {
         return busy(format!("job {} is being deleted", key.name));

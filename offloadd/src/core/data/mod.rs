@@ -174,7 +174,8 @@ impl Data {
         ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         self.incarnation.check_writing()?;
-        self.jobs.closed_mut(key)?.discard_unreadable(call, ops)
+        let ending = self.sessions.ending(key);
+        (self.jobs.closed_mut(key, &ending)?).discard_unreadable(call, ops)
     }
 
     /// Handles the end of a job's script. Returns the end if the script is not a job's.

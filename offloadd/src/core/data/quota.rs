@@ -241,10 +241,7 @@ impl Admission<'_> {
             );
         }
         if let Some(job) = self.jobs.get(key) {
-            let sessions = self.sessions.iter();
-            let ending = sessions.filter(|session| session.key == *key && session.is_ending());
-            let ending = ending.map(|session| session.rank).collect();
-            job.check_member(rank, open.local_ranks, &ending)?;
+            job.check_member(rank, open.local_ranks, &self.sessions.ending(key))?;
         }
         // After that: a process that follows another on a job waits for its session to end, which may be the last that there can be.
         if self.sessions.len() >= self.limits.sessions_max as usize {

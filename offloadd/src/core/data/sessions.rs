@@ -1,10 +1,11 @@
 //! The table of sessions, with their tokens and the host memory that they have.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{SessionToken, SlotIndex};
+use offload_api::ids::{Rank, SessionToken, SlotIndex};
 
+use super::JobKey;
 use super::session::{Session, Stage};
 use crate::core::{CallId, Peer};
 use crate::io::SessionId;
@@ -37,6 +38,14 @@ impl SessionTable {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Session> {
         self.sessions.values()
+    }
+
+    /// Returns the ranks of a job whose sessions have ended and wait for their last operations.
+    pub(in crate::core) fn ending(&self, key: &JobKey) -> BTreeSet<Rank> {
+        let ending = self
+            .iter()
+            .filter(|session| session.key == *key && session.is_ending());
+        ending.map(|session| session.rank).collect()
     }
 
     pub(super) fn has_token(&self, token: &SessionToken) -> bool {

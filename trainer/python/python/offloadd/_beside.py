@@ -242,6 +242,7 @@ class Beside:
             hook.remove()
         self._hooks = []
 
+    @not_reentered
     @torch.no_grad()
     def _gradient_arrived(self, param: torch.Tensor) -> None:
         """Backward has made the gradient of a parameter."""

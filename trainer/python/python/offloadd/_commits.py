@@ -17,6 +17,7 @@ from ._console import say
 from ._engine import Engine, count_changes
 from ._layout import Layout
 from ._ranks import Ranks
+from ._reentry import not_reentered
 from ._reports import Reports
 from ._state import random_state, same_random, set_random_state, to_blob
 
@@ -129,7 +130,13 @@ class Commits:
         if not same_random(now, state["random"]):
             # The script has drawn since the step.
             state = {**state, "pass_random": now}
-        blob = to_blob(state, self._state_dir)
+        self._seal(to_blob(state, self._state_dir))
+
+    @not_reentered
+    def _seal(self, blob: bytes) -> None:
+        if self._to_seal is None:
+            # A handler of a signal has made a checkpoint meanwhile.
+            return
         self.ranks.meet(f"commit step {self._to_seal['steps_done']}")
         self.core.seal(blob)
         self._to_seal = None
@@ -137,7 +144,12 @@ class Commits:
 
     def drain(self) -> None:
         """Applies pending updates and commits the last step."""
+        # First: objects of the script's tell their states, and may read weights.
         self.seal()
+        self._drain()
+
+    @not_reentered
+    def _drain(self) -> None:
         self.ranks.meet("commit what is done")
         self.core.drain()
         self.engine.gathering.order.forget_rest()
@@ -233,9 +245,11 @@ class Commits:
         for batch in iterator:
             position.batches += 1
             yield batch
-            if self._to_seal is not None:
+            if (left := self._to_seal) is not None:
                 # Before the script draws its next batch and changes what goes with it.
-                self._to_seal = self._complete(self._to_seal)
+                complete = self._complete(left)
+                if self._to_seal is left:
+                    self._to_seal = complete
         position.batches, position.random = 0, None
 
 

@@ -150,8 +150,7 @@ class Engine:
             self.residency.begin_pass(args, kwargs)
         gathering.with_gradients = torch.is_grad_enabled()
         kind = gradients.kind = ("train" if gathering.with_gradients else "read", self.model.training, first, gathering.staying)
-        gathering.order.begin(kind)
-        gathering.needs.begin(kind)
+        gathering.begin_order(kind)
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self.forwards.pop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Callable, Iterator, Optional, TypeVar
+from typing import Any, Callable, Hashable, Iterator, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -86,6 +86,12 @@ class Gathering:
         self.released: type = nn.Parameter
         self._released: dict[type, type] = {}
         self.memory: Memory = HostMemory(core, units)
+
+    @not_reentered
+    def begin_order(self, kind: Hashable) -> None:
+        """A pass of `kind` begins."""
+        self.order.begin(kind)
+        self.needs.begin(kind)
 
     @not_reentered
     def gather(self, unit: Unit, record: bool = True) -> None:
@@ -219,15 +225,15 @@ class Gathering:
     def take_away(self, unit: Unit, keep: bool = False) -> None:
         """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
-        # First: a handler of a signal may come in between.
+        # First: a handler of a signal may come in between, and what an interrupt leaves is brought anew.
         self.guard(unit)
+        unit.here = unit.expected = unit.kept = False
         if keep:
             self.memory.keep(unit)
             unit.access.forbid()
+            unit.kept = True
         else:
             self.memory.release(unit)
-        unit.here = unit.expected = False
-        unit.kept = keep
 
     def release_kept(self) -> None:
         """Gives the memory of resident units back, which come again at their next use."""

@@ -229,12 +229,13 @@ class Gradients:
         self._handed_over.clear()
 
     def show(self) -> None:
-        """Gives `param.grad` what stands for gradients that have come, or that a script has made zero."""
+        """Gives `param.grad` what stands for gradients that have come, that a script has made zero, or that plain PyTorch would still have of an earlier
+        step."""
         siblings, self.applied = BackwardGradients(self.read, self._content), False
         with AS_TENSORS():
             for param in self._gathering.params:
                 square_sum = self.square_sums.get(id(param))
-                if square_sum is None and id(param) not in self._zeroed:
+                if square_sum is None and id(param) not in self._zeroed | self._partial:
                     continue
                 # As in plain PyTorch, what a script holds goes on to be the gradient while backwards add to it.
                 held = self._shown.get(id(param), lambda: None)()
@@ -244,7 +245,8 @@ class Gradients:
                 else:
                     held.begin(square_sum or 0.0, siblings)
                 param.grad = self.handles[id(param)] = held
-                held.zero, held.partial = square_sum is None, id(param) in self._partial
+                held.partial = id(param) in self._partial
+                held.zero = square_sum is None and not held.partial
 
     def read(self, param: nn.Parameter, content: Any) -> torch.Tensor:
         """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type. Those of another
@@ -302,10 +304,12 @@ class Gradients:
                 if id(param) in changed:
                     self._summed.add(id(param))
                     self.square_sums[id(param)] = square_sum
-                    self.handles[id(param)] = held = GradientInTile(param, square_sum, siblings)
-                    held.zero = changed[id(param)] is None
-                    if id(param) not in given:
-                        param.grad = held
+                    if id(param) in given:
+                        self.handles[id(param)] = GradientInTile(param, square_sum, siblings)
+                    else:
+                        # What a script holds goes on to be the gradient.
+                        self.handles[id(param)].begin(square_sum, siblings)
+                    self.handles[id(param)].zero = changed[id(param)] is None
 
     @not_reentered
     def hand_over(self, unit: Unit) -> None:
@@ -381,9 +385,10 @@ class Gradients:
                         param.grad = given[id(param)]
 
     def used(self) -> None:
-        """The step's update was ordered. What stands for gradients stays until it is dropped."""
+        """The step's update was ordered. What stands for gradients stays until it is dropped, and goes on to be the gradient where it is made zero."""
+        shown = dict(self._shown)
         self._forget_what_came()
-        self.applied = True
+        self._shown, self.applied = shown, True
 
 
 def _index(unit: Unit, param: nn.Parameter) -> int:

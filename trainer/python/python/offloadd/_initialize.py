@@ -201,6 +201,8 @@ class TrainingEngine(nn.Module):
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._applied = False
+        # Also of a backward that failed.
+        self._scaling.forget_scaled()
         if not boundary:
             return
         self.global_steps += 1
@@ -288,14 +290,18 @@ class TrainingEngine(nn.Module):
 
     def get_global_grad_norm(self) -> Optional[float]:
         """Norm of the last step's gradients before clipping; None before the first step."""
-        return self.run.grad_norm
+        return None if self.run is None else self.run.grad_norm
+
+    def _of_groups(self, name: str) -> list[Any]:
+        """A setting of each of the optimizer's groups; 0 where one has none, as Muon's have no betas."""
+        return [] if self.optimizer is None else [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
+        return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
         """The betas of each group."""
-        return [group["betas"] for group in self.optimizer.param_groups]
+        return self._of_groups("betas")
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
@@ -311,7 +317,7 @@ class TrainingEngine(nn.Module):
         return self._accumulated
 
     def gradient_clipping(self) -> float:
-        return self.run.settings.gradient_clipping
+        return self._settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         return 3
@@ -439,9 +445,10 @@ class TrainingEngine(nn.Module):
 
     # State
 
-    def state_dict(self, *, prefix: str = "", **how: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **how: Any) -> dict[str, Any]:
         """The model's state in memory."""
-        return self.module.state_dict(prefix=f"{prefix}module.", **how)
+        how = {**dict(zip(("destination", "prefix", "keep_vars"), args)), **how}
+        return self.module.state_dict(**{**how, "prefix": f"{how.get('prefix', '')}module."})
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads the model's weights."""
@@ -486,17 +493,21 @@ class TrainingEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the model's weights in their type, for plain PyTorch or transformers; `.safetensors` by the name."""
-        self.run.on_first(lambda: self._save_16bit_model(Path(save_dir), save_filename, exclude_frozen_parameters))
+        write = lambda: self._save_16bit_model(Path(save_dir), save_filename, exclude_frozen_parameters)
+        if self.run is not None:
+            self.run.on_first(write)
+        elif self.global_rank == 0:
+            write()
         return True
 
     def _save_16bit_model(self, directory: Path, save_filename: str, exclude_frozen_parameters: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path, safe = directory / save_filename, save_filename.endswith(".safetensors")
-        if safe and not exclude_frozen_parameters:
+        if safe and not exclude_frozen_parameters and self.run is not None:
             self.run.save_weights(path)
             return
         if exclude_frozen_parameters:
-            state = trained_state(self.module, self.run.engine.gathering)
+            state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         else:
             state = {name: value.clone() if hasattr(value, "clone") else value for name, value in self.module.state_dict().items()}
         if safe:

@@ -10,11 +10,17 @@ from typing import Any, Callable, Iterator, Optional
 from ._errors import Error
 
 
+class _Came(BaseException):
+    """A signal has come that ends a wait."""
+
+
 class Interrupts:
     """Signals whose handlers end waits within a step: the step is finished first."""
 
     def __init__(self) -> None:
         self._raised: Optional[BaseException] = None
+        # Whether a signal ends the wait that is under way.
+        self._ends_wait = False
 
     def note(self, call: Callable[[], Any]) -> bool:
         """Makes a call. Returns whether an interrupt has ended it."""
@@ -35,6 +41,17 @@ class Interrupts:
             if errors > 1:
                 raise self._raised
 
+    def finish(self, call: Callable[..., Any], *args: Any) -> None:
+        """Makes a call of the engine within `later` that a signal ends as soon as it waits: the engine does the rest all the same. Python looks for signals at
+        calls of functions of its own, and there is none before the engine's, which must have begun."""
+        self._ends_wait = True
+        try:
+            call(*args)
+        except _Came:
+            pass
+        finally:
+            self._ends_wait = False
+
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
         """Lets handlers of signals wait for the end of what is within, where nothing may be left out."""
@@ -44,9 +61,15 @@ class Interrupts:
             return
         came: list[tuple[int, Any]] = []
         handlers = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+
+        def note(number: int, frame: Any) -> None:
+            came.append((number, frame))
+            if self._ends_wait:
+                raise _Came
+
         try:
             for number in handlers:
-                signal.signal(number, lambda number, frame: came.append((number, frame)))
+                signal.signal(number, note)
             yield
         finally:
             try:

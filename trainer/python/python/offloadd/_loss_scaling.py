@@ -20,12 +20,13 @@ class LossScaling:
 
     # Calls of `backward` under way, of any engine: a generator's loss passes through the model of its critic, which has an engine of its own.
     _in_backward: ClassVar[int] = 0
+    # Whether the backward that is under way is of a loss that `scale` of an engine has scaled.
+    _of_scaled: ClassVar[bool] = False
 
     def __init__(self, accumulated: int, overflow: Any, scales: bool) -> None:
         self.accumulated, self.scales = accumulated, scales
         # A step whose gradients are not finite is skipped in fp16, and in bf16 where the configuration says so.
         self._adapted = _offloadd.LossScale(json.dumps(overflow)) if overflow != "stops" else None
-        self._by_script = False
 
     @property
     def needed(self) -> bool:
@@ -49,7 +50,6 @@ class LossScaling:
         """Adapts the scale after the gradients of a step."""
         if self._adapted is not None:
             self._adapted.step(finite)
-        self._by_script = False
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         """Runs the backward of a loss that is divided already."""
@@ -61,14 +61,30 @@ class LossScaling:
 
     def scale_of_script(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, whose `backward` the script calls."""
-        self._by_script = True
-        return loss * self.scale if self.scales else loss
+        if not self.scales:
+            return loss
+        scaled = loss * self.scale
+        if scaled.requires_grad:
+            scaled.register_hook(LossScaling._begin_scaled)
+        return scaled
+
+    @classmethod
+    def _begin_scaled(cls, _: torch.Tensor) -> None:
+        cls._of_scaled = True
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        # After what the models have queued by then, which takes the last gradients.
+        queue(lambda: queue(cls.forget_scaled))
+
+    @classmethod
+    def forget_scaled(cls) -> None:
+        """The backward of a scaled loss is over: another one needs a scale of its own."""
+        cls._of_scaled = False
 
     def of_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns what a gradient that comes adds to those of the step."""
         if LossScaling._in_backward:
             return grad
-        if self.scales and not self._by_script:
+        if self.scales and not LossScaling._of_scaled:
             raise NotSupported(
                 "loss.backward() with fp16: the loss must be multiplied with the loss scale: call engine.backward(loss), or engine.scale(loss).backward()"
             )

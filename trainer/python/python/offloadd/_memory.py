@@ -277,12 +277,12 @@ class GpuMemory:
             unit.here = False
 
     def expect(self, unit: Unit) -> None:
-        if unit.here:
-            # It is written where it lies, when nothing computes with it any more.
-            self._mover.release(unit.index, self._gpu.stream())
         storage = unit.flat.untyped_storage()
-        if storage.size() == 0:
-            unit.access.allow()
+        unit.access.allow()
+        if storage.size():
+            # It is written where it lies, when nothing computes with it any more. An interrupt may have left memory of a unit that is not here.
+            self._mover.release(unit.index, self._gpu.stream())
+        else:
             self._allocate(unit, storage)
         self._mover.expect(unit.index, unit.address(storage.data_ptr(), unit.dtype.itemsize))
 

@@ -119,7 +119,8 @@ def check_matrices(named: Iterable[tuple[str, torch.Tensor]], muon: Container[in
 
 
 def grouped(model: nn.Module, wanted: Optional[Sequence], params: Iterable[Any], lr: float, aux_lr: float) -> list[dict[str, Any]]:
-    """Groups of `params`, which may be groups themselves: the matrices of the model's blocks, and after them all else, with the rates of both."""
+    """Groups of `params`, which may be groups themselves: the matrices of the model's blocks, and after them all else, with the rates of both. What a group
+    says of itself, such as its rate or `use_muon`, stays, as in torch.optim."""
     matrices = block_matrices(model, wanted)
     params = list(params)
     groups = params if params and isinstance(params[0], dict) else [{"params": params}]
@@ -128,9 +129,9 @@ def grouped(model: nn.Module, wanted: Optional[Sequence], params: Iterable[Any],
     found = []
     for muon, rate in ((True, lr), (False, aux_lr)):
         for group, of_group in zip(groups, members):
-            own = [one for one in of_group if (id(one[1] if isinstance(one, tuple) else one) in matrices) == muon]
+            own = [one for one in of_group if group.get("use_muon", id(one[1] if isinstance(one, tuple) else one) in matrices) == muon]
             if own:
-                found.append({**group, "params": own, "lr": rate, "use_muon": muon})
+                found.append({"lr": rate, **group, "params": own, "use_muon": muon})
     return found
 
 

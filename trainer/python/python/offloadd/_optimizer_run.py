@@ -318,24 +318,24 @@ class OptimizerRun:
         of_params = self._of_params(grads, scalars)
         self.ranks.meet(f"make step {self.steps_done + 1}")
         interrupts = Interrupts()
-        # The engine ends the step all the same.
-        if begun is not None and begun.has_all(units):
-            interrupts.note(core.finish_begun)
-        else:
-            self._finish(units, grads, scalars[0], of_params, interrupts)
-        self._begun = None
-        self._count_updates(grads)
-        commits.steps_done += 1
-        commits.note_step()
-        commits.seal()
-        if begun is not None:
-            units = begun.in_order(units)
+        # All of it, or nothing: parameters whose update does not come back would compute the next gradients.
         with interrupts.later():
+            if begun is not None and begun.has_all(units):
+                interrupts.finish(core.finish_begun)
+            else:
+                self._finish(units, grads, scalars[0], of_params, interrupts)
+            self._begun = None
+            self._count_updates(grads)
+            commits.steps_done += 1
+            commits.note_step()
+            commits.seal()
+            if begun is not None:
+                units = begun.in_order(units)
             interrupts.repeat(lambda: beside.write_back(units))
-        beside.forget()
-        core.begin_step()
-        self._uncommitted += 1
-        if self._uncommitted == self.settings.commit_every:
+            beside.forget()
+            core.begin_step()
+            self._uncommitted += 1
+        if self._uncommitted >= self.settings.commit_every:
             if self._overlap_commit:
                 # The engine has begun it, and ends it before another step ends.
                 self._uncommitted = 0
@@ -347,14 +347,11 @@ class OptimizerRun:
     def _finish(self, units: Sequence[ParamUnit], grads: Mapping[int, torch.Tensor], scalars: list, of_params: OfParams, interrupts: Interrupts) -> None:
         """Updates the tiles of `units`."""
         muon = [unit for unit in units if unit.muon]
-        if not muon:
-            interrupts.note(lambda: self.core.finish(scalars, of_params))
-            return
-        groups = self._group_of()
-        with interrupts.later():
+        if muon:
+            groups = self._group_of()
             self.core.begin_directions([unit.index for unit in muon], self._momentum_steps(grads, groups), scalars, of_params)
             give_directions(muon, groups, grads, self.beside.memory, self.ranks)
-            interrupts.note(lambda: self.core.finish(scalars, of_params))
+        interrupts.finish(self.core.finish, scalars, of_params)
 
     def _momentum_steps(self, grads: Container[int], groups: Mapping[int, Mapping[str, Any]]) -> list[MomentumStep]:
         """The steps of momenta of all pieces, in the order of the plan."""
@@ -418,9 +415,7 @@ class OptimizerRun:
         """Commits the last step."""
         self._check_open()
         self.check_none_begun("a commit")
-        self.commits.seal()
-        self.ranks.meet("commit what is done")
-        self.core.drain()
+        self.commits.drain()
         self._uncommitted = 0
 
     def _check_open(self) -> None:

@@ -35,8 +35,7 @@ def not_reentered(work: F) -> F:
         if threading.get_ident() != threading.main_thread().ident:
             # Handlers run in the main thread.
             return work(*args, **kwargs)
-        if _under_way is not None:
-            _check_own(sys._getframe(1))
+        if _is_within(sys._getframe(1)):
             return work(*args, **kwargs)
         _under_way = sys._getframe()
         try:
@@ -47,14 +46,20 @@ def not_reentered(work: F) -> F:
     return alone
 
 
-def _check_own(frame: Optional[FrameType]) -> None:
-    """Refuses what the code at `frame` calls, unless it was called by the work that is under way."""
+def _is_within(frame: Optional[FrameType]) -> bool:
+    """Whether the work that is under way has called the code at `frame`. Refuses what has interrupted it."""
+    if _under_way is None:
+        return False
     other = None
     while frame is not None and frame is not _under_way:
         other = other if frame.f_code.co_filename.startswith(_OWN) else frame
         frame = frame.f_back
+    if frame is None:
+        # Work that an interrupt has ended before it was noted.
+        return False
     if other is not None:
         raise NotSupported(
             f"{other.f_code.co_name} ({other.f_code.co_filename}:{other.f_lineno}) uses the model or its optimizer, and has interrupted offloadd while it moved "
             "weights or gradients, as handlers of signals may: let the handler only set a flag, which the training loop looks at between steps"
         )
+    return True

@@ -27,8 +27,7 @@ class Schedule(LRScheduler):
 
     def __init__(self, optimizer: torch.optim.Optimizer, description: str) -> None:
         self.description = description
-        # An earlier schedule may have changed them.
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        rates = [_first_rate(group) for group in optimizer.param_groups]
         of_matrices = next((rate for rate, group in zip(rates, optimizer.param_groups) if _is_of_muon(optimizer, group)), 0.0)
         self._factors = [rate / of_matrices if of_matrices else 1.0 for rate in rates]
         super().__init__(optimizer)
@@ -71,7 +70,13 @@ def schedule_of(settings: Settings, optimizer: torch.optim.Optimizer) -> Optiona
 
 def _rate_of(optimizer: torch.optim.Optimizer) -> float:
     """The rate that a schedule of an optimizer begins with: that of matrices, where Muon updates some."""
-    return float(next((group["lr"] for group in optimizer.param_groups if _is_of_muon(optimizer, group)), optimizer.param_groups[0]["lr"]))
+    groups = optimizer.param_groups
+    return _first_rate(next((group for group in groups if _is_of_muon(optimizer, group)), groups[0]))
+
+
+def _first_rate(group: Mapping[str, Any]) -> float:
+    """The rate of a group before an earlier schedule has changed it."""
+    return float(group.get("initial_lr", group["lr"]))
 
 
 def _is_of_muon(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:

@@ -63,20 +63,22 @@ class Steps:
         if not gradients.are_finite():
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
             say(f"warning: step {commits.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        of_params = self._of_params(scales, number_of)
         interrupts = Interrupts()
-        # The engine ends an interrupted step all the same.
-        with self._directions(scales, scalars, of_params, interrupts):
-            interrupts.note(lambda: commits.core.finish(scalars, of_params))
-        commits.steps_done += 1
-        commits.note_step()
-        commits.reports.step(commits.steps_done, norm, self.engine.resident_bytes)
-        self.engine.updated()
-        self.engine.step_ended()
+        # All of it, or nothing: a step that is made and not counted would be made again, and parameters that stay would be of two steps.
+        with interrupts.later():
+            of_params, updates = self._of_params(scales, number_of)
+            with self._directions(scales, scalars, of_params):
+                interrupts.finish(commits.core.finish, scalars, of_params)
+            commits.updates = updates
+            commits.steps_done += 1
+            commits.note_step()
+            commits.reports.step(commits.steps_done, norm, self.engine.resident_bytes)
+            self.engine.updated()
+            self.engine.step_ended()
         interrupts.end()
 
     @contextlib.contextmanager
-    def _directions(self, scales: Mapping[int, float], scalars: Scalars, of_params: OfParams, interrupts: Interrupts) -> Iterator[None]:
+    def _directions(self, scales: Mapping[int, float], scalars: Scalars, of_params: OfParams) -> Iterator[None]:
         """Puts directions in place of the gradients of matrices, where Muon updates them. The step must be finished within."""
         groups = {id(param): group for group in self._commits.optimizer.param_groups for param in group["params"]}
         came = self._muon & scales.keys() & groups.keys()
@@ -86,21 +88,21 @@ class Steps:
             yield
             return
         momenta = [momentum_step(groups[key], scales[key]) if key in came else None for key in self._commits.layout.index_of]
-        with interrupts.later():
-            self._commits.core.begin_directions([unit.index for unit in units], momenta, scalars, of_params)
-            give_directions(units, groups, came, self.engine.gathering.memory, self._commits.ranks)
-            yield
+        self._commits.core.begin_directions([unit.index for unit in units], momenta, scalars, of_params)
+        give_directions(units, groups, came, self.engine.gathering.memory, self._commits.ranks)
+        yield
 
-    def _of_params(self, scales: Mapping[int, float], number_of: Mapping[int, int]) -> OfParams:
-        """The number of its scalars, that of the update and the factor of what is in place of its gradient for each parameter: 0 is no update."""
-        updates, found = self._commits.updates, []
+    def _of_params(self, scales: Mapping[int, float], number_of: Mapping[int, int]) -> tuple[OfParams, dict[int, int]]:
+        """The number of its scalars, that of the update and the factor of what is in place of its gradient for each parameter: 0 is no update. And the numbers
+        of updates after the step."""
+        updates, found = dict(self._commits.updates), []
         for key, index in self._commits.layout.index_of.items():
             if key in scales and key in number_of:
                 updates[index] = updates.get(index, 0) + 1
                 found.append((number_of[key], updates[index], 1.0 if key in self._muon else scales[key]))
             else:
                 found.append((0, 0, 1.0))
-        return found
+        return found, updates
 
     def _scales(self, came: Mapping[int, GradientInTile]) -> dict[int, float]:
         """The factor of each parameter's gradient: what clipping and scaling made of its handle."""

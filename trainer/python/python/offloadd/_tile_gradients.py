@@ -73,10 +73,11 @@ class GradientInTile(torch.Tensor):
 
     def begin(self, square_sum: float, siblings: BackwardGradients) -> None:
         """A backward has made the gradient, or added to it: nothing has changed it since."""
-        siblings.handles.append(weakref.ref(self))
         self.siblings, self.found_norm, self.square_sum = siblings, None, square_sum
         self.scale, self.scaled, self.unscaled = UNSCALED, False, 1.0
         self.value, self.zero, self.partial = None, False, False
+        # Last: the others look at those.
+        siblings.handles.append(weakref.ref(self))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Held({tuple(self.shape)}, partial)" if self.partial else f"Held({tuple(self.shape)}, norm={float(_norms([self])[0]):.6g})"

@@ -525,6 +525,20 @@ def _while_weights_come(s, handler):
     _signalled(s, handler, begin)
 
 
+def _where_a_pass_begins(s, handler):
+    """A signal comes where the engine is told the order of a pass."""
+
+    def begin(send):
+        s.step(2)
+        if s.run is not None:
+            order = s.run.engine.gathering.order
+            plain, left = order._announce, [send]
+            order._announce = lambda ops: [plain(ops), left and left.pop()()]
+
+    _signalled(s, handler, begin)
+
+
+failing.refused("a handler of a signal that saves, where a pass begins", "set a flag", lambda s: _where_a_pass_begins(s, lambda s: s.model.state_dict()))
 failing.refused("a handler of a signal that saves, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model.state_dict()))
 failing.refused("a handler of a signal that evaluates, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model(s.x())))
 failing.refused(

@@ -21,6 +21,29 @@ stepped = Theme("steps")
 
 stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=BOTH)
 stepped.refused("no `zero_grad` between steps", "zero_grad()", lambda s: s.step(0, 1, 2, zero=False), devices=BOTH)
+
+
+def _block(s, number):
+    """A backward that reaches one block."""
+    s.model.blocks[number](torch.ones(1, 16)).square().sum().backward()
+
+
+def _drop(s, number, drop):
+    for param in s.model.blocks[number].parameters():
+        drop(param)
+
+
+stepped.refused(
+    "no `zero_grad` between steps of two blocks", "zero_grad()", lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), s.optimizer.step()], devices=BOTH
+)
+stepped.equal(
+    "`p.grad = None` of a block that a step has left, after a backward of another",
+    lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), _drop(s, 0, lambda p: setattr(p, "grad", None)), s.optimizer.step()],
+)
+stepped.equal(
+    "`p.grad.zero_()` of a block that a step has left, after a backward of another",
+    lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), _drop(s, 0, lambda p: p.grad.zero_()), s.optimizer.step()],
+)
 stepped.equal(
     "`zero_grad` before backward instead of after the step",
     lambda s: [(s.optimizer.zero_grad(), s.step(n, zero=False)) for n in range(3)],
@@ -220,6 +243,24 @@ grads.equal("`p.grad` is None before", lambda s: s.w.grad is None)
 grads.equal("`p.grad` values", lambda s: [s.backward(), s.w.grad, s.b.grad, s.root.grad][1:])
 grads.equal("`p.grad` of a parameter that was not used", lambda s: [s.model.first(s.x()).sum().backward(), s.w.grad][1])
 grads.refused("`p.grad` after the step", "gone with the step", lambda s: [s.step(zero=False), s.w.grad][1])
+
+
+def _held_over_a_step(s, change=lambda grad: None):
+    """What a script holds of a gradient that is made zero after a step, when another has come."""
+    s.backward(0)
+    held = s.w.grad
+    change(held)
+    s.optimizer.step()
+    for param in s.model.parameters():
+        param.grad.zero_()
+    s.backward(1)
+    return [held is s.w.grad, held.clone()]
+
+
+grads.equal("a gradient that is held and made zero after a step, and the next one", _held_over_a_step)
+grads.equal(
+    "a gradient that is held, changed in place and made zero after a step, and the next one", lambda s: _held_over_a_step(s, lambda grad: grad.add_(0.01))
+)
 grads.equal("`p.grad` after `zero_grad`", lambda s: [s.step(), s.w.grad][1])
 grads.equal("`p.grad` after `zero_grad(set_to_none=False)`", lambda s: [s.backward(), s.optimizer.zero_grad(False), s.w.grad][2])
 grads.equal("`p.grad.norm()`", lambda s: [s.backward(), s.note(s.w.grad.norm(), exact=False)])
