@@ -175,6 +175,20 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
     core.begin_step()
 
 
+def check_continues(commits: Commits, state: dict[str, Any], run_dir: Path) -> None:
+    """Refuses an optimizer that has made other steps than the run whose commit has `state`: a script that loads a checkpoint of its own continues after
+    that one, with numbers and batches of its own, and the run's weights are not those."""
+    made = {commits.layout.index_of[id(param)]: of_param.get("step") for param, of_param in commits.optimizer.state.items() if of_param}
+    if not made or {index: step and int(step) for index, step in made.items()} == {index: updates for index, updates in state["updates"].items() if updates}:
+        return
+    steps = max((int(step) for step in made.values() if step is not None), default=None)
+    raise Error(
+        f"the optimizer has {'made steps' if steps is None else f'made {steps} steps'} before offloadd.prepare, and the run in {run_dir} would resume after step "
+        f"{state['steps_done']} with its own weights and moments: if the script resumes from a checkpoint of its own, pass resume=False to begin with what it "
+        "has loaded, which replaces the run; if it is to continue after the run's last step, load no state of the optimizer, or call optimizer.state.clear()"
+    )
+
+
 def adopt(commits: Commits, state: dict[str, Any]) -> None:
     """Continues with the tiles as the commit with `state` left them."""
     gathering = commits.engine.gathering

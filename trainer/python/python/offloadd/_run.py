@@ -248,9 +248,12 @@ class Run:
 
     def _open_content(self, weights: Optional[Weights], committed: Optional[dict[str, Any]], begins: bool) -> None:
         """Gives the tiles their first content where the run begins, and otherwise continues after the step that was `committed`."""
-        if committed is not None and (begins or not self.trains):
+        if committed is not None:
             try:
-                _opening.check_frozen(self.commits, self.run_dir, weights)
+                if begins or not self.trains:
+                    _opening.check_frozen(self.commits, self.run_dir, weights)
+                else:
+                    _opening.check_continues(self.commits, committed, self.run_dir)
             except BaseException:
                 self.engine.detach()
                 self.core.close()

@@ -1161,3 +1161,37 @@ def _loaded_buffer(s):
     s.begin(made(1))
     s.model.load_state_dict(made(2).state_dict())
     return s.model.scale
+
+
+again = Theme("a script's own checkpoints", devices=("nvme",))
+
+
+def _start(s, numbers, checkpoint=None, **more):
+    """A start of a script that loads a checkpoint of its own before `prepare`, if there is one. Returns those that it saves, one a step."""
+    model = net(3)
+    optimizer = adamw(model.parameters())
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+    s.trained.clear()
+    s.begin(model, optimizer, run_dir=s.dir / "run", **more)
+    saved = []
+    for number in numbers:
+        s.step(number)
+        saved.append(copy.deepcopy((s.model.state_dict(), s.optimizer.state_dict())))
+    if s.run:
+        s.run.close()
+    return saved
+
+
+again.equal("the last step's", lambda s: _start(s, (3, 4), _start(s, (0, 1, 2))[2]) and s.weights())
+again.equal("an earlier one, with `resume=False`", lambda s: _start(s, (2, 3), _start(s, (0, 1, 2))[1], resume=False) and s.weights())
+again.refused("an earlier one", "pass resume=False", lambda s: _start(s, (2, 3), _start(s, (0, 1, 2))[1]))
+again.refused("one of another run", "pass resume=False", lambda s: [_start(s, (0,)), _start(s, (1,), _trained_state())])
+
+
+@again.refused("steps between `close` and `prepare`", "pass resume=False")
+def _(s):
+    _start(s, (0, 1))
+    s.step(2)
+    s.begin(*s.trained.pop(), run_dir=s.dir / "run")
