@@ -1195,3 +1195,66 @@ def _(s):
     _start(s, (0, 1))
     s.step(2)
     s.begin(*s.trained.pop(), run_dir=s.dir / "run")
+
+
+resumed = Theme("buffers of a run that resumes", devices=("nvme",))
+
+
+def _resumed(name, block):
+    """A line in which a prepared run ends after two of four steps, and a start with a new model resumes it; plain PyTorch makes the steps at once."""
+
+    def start(s, seed):
+        s.trained.clear()
+        s.begin(net(seed, block=block), run_dir=s.dir / "run")
+
+    @resumed.equal(name)
+    def _(s):
+        start(s, 3)
+        s.step(0, 1)
+        if s.run:
+            s.run.close()
+            start(s, 4)
+        s.step(2, 3)
+        return [s.weights(), list(s.model.state_dict())]
+
+
+class _Growing(Block):
+    """Its buffer has a row for each pass that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 16))
+        self.register_module("reader", _Reader(self.seen))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = self.reader.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
+        return super().forward(x) + self.reader.seen.mean(0)
+
+
+class _Reader(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.register_buffer("seen", seen)
+
+
+class _Late(Block):
+    """Its first pass makes a buffer, which is not the same as that of a later pass."""
+
+    def __init__(self, declared=False, persistent=True):
+        super().__init__()
+        self.persistent = persistent
+        if declared:
+            self.register_buffer("center", None, persistent)
+
+    def forward(self, x):
+        if getattr(self, "center", None) is None:
+            self.register_buffer("center", x.detach().mean(0), self.persistent)
+        return super().forward(x - self.center)
+
+
+_resumed("one that passes make longer, which two modules have", _Growing)
+_resumed("one that the first pass makes", _Late)
+_resumed("one that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
+_resumed("one that is None until the first pass", lambda: _Late(declared=True))
+_resumed("one that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
