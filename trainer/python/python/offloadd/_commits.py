@@ -18,7 +18,7 @@ from ._engine import Engine, count_changes
 from ._layout import Layout
 from ._ranks import Ranks
 from ._reports import Reports
-from ._state import random_state, same_random, set_random_state, to_blob
+from ._state import check_readable, random_state, same_random, set_random_state, to_blob
 
 State = dict[str, Any]
 
@@ -111,6 +111,8 @@ class Commits:
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()}
         track = [one.state_dict() for one in self.track]
+        if self.settings.device == "nvme":
+            check_of_script(self.optimizer, self.track, track)
         return {**state, "groups": groups, "buffers": buffers, "unsaved": _unsaved(self.model), "track": track}
 
     def before_pass(self) -> None:
@@ -247,6 +249,14 @@ class _Position:
         # Samples of a batch, if the loader says so.
         self.batch_size: Optional[int] = None
         self.random: Optional[dict[str, Any]] = None
+
+
+def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any]) -> None:
+    """Refuses parameter groups and states of tracked objects that a later start could not read."""
+    for number, group in enumerate(optimizer.param_groups):
+        check_readable({key: _plain(value) for key, value in group.items() if key != "params"}, f"parameter group {number} of the optimizer")
+    for one, state in zip(track, states):
+        check_readable(state, f"the state_dict of the {type(one).__name__} in track")
 
 
 def _plain(value: Any) -> Any:

@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import io
+import pathlib
 import pickle
 import tempfile
 
+import numpy
 import torch
 import torch.distributed.checkpoint
 import torch.nn.functional as F
@@ -1197,25 +1199,29 @@ def _(s):
     s.begin(*s.trained.pop(), run_dir=s.dir / "run")
 
 
-resumed = Theme("buffers of a run that resumes", devices=("nvme",))
+resumed = Theme("a run that resumes", devices=("nvme",))
 
 
-def _resumed(name, block):
+def _resumed(name, block=Block, track=lambda: None, before_step=lambda s, number, tracked: None):
     """A line in which a prepared run ends after two of four steps, and a start with a new model resumes it; plain PyTorch makes the steps at once."""
 
     def start(s, seed):
         s.trained.clear()
-        s.begin(net(seed, block=block), run_dir=s.dir / "run")
+        tracked = track()
+        s.begin(net(seed, block=block), run_dir=s.dir / "run", track=[tracked] if tracked else [])
+        return tracked
 
     @resumed.equal(name)
     def _(s):
-        start(s, 3)
-        s.step(0, 1)
-        if s.run:
-            s.run.close()
-            start(s, 4)
-        s.step(2, 3)
-        return [s.weights(), list(s.model.state_dict())]
+        tracked = start(s, 3)
+        for number in range(4):
+            if s.run and number == 2:
+                s.run.close()
+                tracked = start(s, 4)
+            before_step(s, number, tracked)
+            s.step(number)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
+        return [s.weights(), list(s.model.state_dict()), groups, [type(value).__name__ for group in groups for value in group.values()]]
 
 
 class _Growing(Block):
@@ -1253,8 +1259,53 @@ class _Late(Block):
         return super().forward(x - self.center)
 
 
-_resumed("one that passes make longer, which two modules have", _Growing)
-_resumed("one that the first pass makes", _Late)
-_resumed("one that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
-_resumed("one that is None until the first pass", lambda: _Late(declared=True))
-_resumed("one that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
+_resumed("a buffer that passes make longer, which two modules have", _Growing)
+_resumed("a buffer that the first pass makes", _Late)
+_resumed("a buffer that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
+_resumed("a buffer that is None until the first pass", lambda: _Late(declared=True))
+_resumed("a buffer that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
+
+
+class _Tracked:
+    """What a script tracks: `state` is its whole state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def _scheduled(s, number, tracked):
+    """Rates as scripts take them from an array that is made once."""
+    for group in s.optimizer.param_groups:
+        group.update(lr=numpy.linspace(1e-2, 1e-3, 8)[number], weight_decay=numpy.float32(0.1) * numpy.float32(number))
+
+
+def _counted(s, number, tracked):
+    counts, number_of_steps = tracked.state["counts"], tracked.state["steps"]
+    tracked.state = {"counts": counts + number, "steps": number_of_steps + numpy.int64(1)}
+    s.note([counts.tolist(), int(number_of_steps), type(number_of_steps).__name__])
+
+
+_resumed("rates that are numbers of NumPy", before_step=_scheduled)
+_resumed(
+    "a tracked object with numbers and arrays of NumPy",
+    track=lambda: _Tracked({"counts": numpy.zeros(3, dtype=numpy.float16), "steps": numpy.int64(0)}),
+    before_step=_counted,
+)
+resumed.refused("a tracked object with a path", "hold plain data", lambda s: s.begin(track=[_Tracked({"file": pathlib.Path("data")})]))
+resumed.refused("a tracked object with a function", "hold plain data", lambda s: s.begin(track=[_Tracked({"make": lambda: 0})]))
+
+
+@resumed.refused("a parameter group with a path, set later", "parameter group 0 of the optimizer cannot be kept")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["file"] = pathlib.Path("data")
+    try:
+        s.step(1, 2)
+    finally:
+        del s.optimizer.param_groups[0]["file"]
