@@ -447,6 +447,18 @@ def test_weights_read_after_a_step_are_the_newest(tmp_path):
 
 
 @needs_daemon
+def test_buffers_of_a_module_that_passes_have_made_are_named_where_a_run_resumes_without_it(tmp_path, capsys):
+    for start in range(2):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run"):
+            model.blocks[1].cache = torch.nn.BatchNorm1d(4, affine=False)
+            train(model, optimizer, batches(1))
+        said = capsys.readouterr().err
+        assert ("begin anew: blocks.1.cache.running_mean, blocks.1.cache.running_var, " in said) == bool(start)
+
+
+@needs_daemon
 def test_a_run_that_does_not_resume_begins_anew_and_keeps_what_is_frozen(tmp_path):
     def run(seed, base=0, **how):
         def made(seed):

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 
+import lightning
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -96,6 +97,65 @@ def test_torch_compile_wrappers_are_looked_through_and_a_full_graph_is_told_why_
 
     for wraps in ("before", "after"):
         assert losses(True, wraps) == pytest.approx(losses(False, wraps), rel=1e-4)
+
+
+def _set_up_apart(fabric, model, optimizer):
+    model = fabric.setup_module(model)
+    return model, fabric.setup_optimizers(optimizer)
+
+
+# Ways to give Lightning's Fabric a model and its optimizer.
+FABRIC = {
+    "both": lambda fabric, model, optimizer: fabric.setup(model, optimizer),
+    "one after the other": _set_up_apart,
+    "compiled": lambda fabric, model, optimizer: fabric.setup(torch.compile(model, backend="eager"), optimizer),
+}
+
+
+@pytest.mark.parametrize("first", ["Fabric", "prepare"])
+@pytest.mark.parametrize("way", FABRIC)
+def test_fabric_is_looked_through_and_saves_and_loads_what_is_in_tiles(tmp_path, way, first):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+
+    def found(ours):
+        torch._dynamo.reset()
+        dir = tmp_path / str(ours)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)), Sum())
+        optimizer, run = torch.optim.AdamW(model.parameters(), lr=1e-2), None
+        for step in (first, {"Fabric": "prepare", "prepare": "Fabric"}[first]):
+            if step == "Fabric":
+                model, optimizer = FABRIC[way](fabric, model, optimizer)
+            elif ours:
+                run = offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=dir / "run")
+        assert run is None or run.commits.layout.units[0][0][0] == "0.linear.weight"
+        state = {"model": model, "optimizer": optimizer}
+        losses = [_fabric_step(fabric, model, optimizer, batch) for batch in batches(2)]
+        fabric.save(dir / "saved.pth", state)
+        losses += [_fabric_step(fabric, model, optimizer, batch) for batch in batches(2)]
+        fabric.load(dir / "saved.pth", state)
+        losses += [_fabric_step(fabric, model, optimizer, batch) for batch in batches(2)]
+        saved = torch.load(dir / "saved.pth")
+        if ours:
+            run.close()
+        return losses, saved
+
+    (losses, saved), (plain_losses, plain_saved) = found(True), found(False)
+    assert losses == pytest.approx(plain_losses, rel=1e-4) and losses[2:4] == pytest.approx(losses[4:], rel=1e-6)
+    assert saved["model"].keys() == plain_saved["model"].keys()
+    for name, value in plain_saved["model"].items():
+        torch.testing.assert_close(saved["model"][name], value)
+    for number, state in plain_saved["optimizer"]["state"].items():
+        torch.testing.assert_close(saved["optimizer"]["state"][number], state, rtol=1e-4, atol=1e-5)
+
+
+def _fabric_step(fabric, model, optimizer, batch):
+    loss = model(batch).square().mean()
+    fabric.backward(loss)
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
 
 
 def test_a_model_in_a_wrapper_that_divides_it_is_refused_before_anything_is_made(tmp_path, group):

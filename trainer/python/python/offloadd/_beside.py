@@ -8,7 +8,6 @@ from __future__ import annotations
 import array
 import contextlib
 import weakref
-from types import SimpleNamespace
 from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Optional, Sequence
 
 import torch
@@ -54,7 +53,7 @@ class Beside:
         self.units = units
         self.order = Order(core.announce)
         # What commits ask of a model and its units.
-        self.gathering, self.model = self, SimpleNamespace(named_buffers=lambda: ())
+        self.gathering, self.model = self, nn.Module()
         # Pieces of each parameter, by its id, with their units.
         self.pieces: dict[int, list[tuple[ParamUnit, int]]] = {}
         for unit in self.units:

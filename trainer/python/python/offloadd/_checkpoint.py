@@ -24,13 +24,13 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import _offloadd
-from ._commits import Commits
+from ._commits import Commits, check_of_script
 from ._config import Settings
 from ._console import bytes_text, say
 from ._each_node import SETTING, Files, copy, described, on_files, separate
-from ._errors import Damaged, Error, NoSpace, NotSupported
+from ._errors import Damaged, Error, NoSpace
 from ._ranks import Ranks
-from ._state import flush_dir, write_flushed
+from ._state import check_readable, flush_dir, load_plain, write_flushed
 from ._weights import write_weights
 
 LATEST = "latest"
@@ -147,12 +147,11 @@ def _save_weights(commits: Commits, partial: Path, name: str, on_all_ranks: Call
 def _describe(commits: Commits, files: Files, client_state: dict[str, Any], frozen: int) -> list[dict[str, Any]]:
     """Writes the state and the description of a checkpoint with `files` of all ranks. Returns what it has written."""
     partial, buffer = files.directory, io.BytesIO()
-    torch.save({"run": commits.state(), "client": client_state}, buffer)
+    check_readable(client_state, "client_state")
+    run = commits.state()
+    check_of_script(commits.optimizer, commits.track, run["track"])
+    torch.save({"run": run, "client": client_state}, buffer)
     state = buffer.getvalue()
-    try:
-        torch.load(io.BytesIO(state), weights_only=True)
-    except Exception as error:
-        raise NotSupported(f"client_state: a checkpoint holds plain data (numbers, texts, tensors, lists, dicts): {error}") from None
     write_flushed(partial / _STATE, state)
     kept = described(partial, _STATE)
     state_json = json.dumps({"layout": commits.layout.stored(), "others": [*files.others, kept]})
@@ -196,7 +195,7 @@ def load_checkpoint(commits: Commits, directory: Path, tag: Optional[str]) -> tu
     try:
         kept = json.loads(_offloadd.checkpoint_state(str(path)))
         commits.layout.check(kept["layout"], f"the checkpoint {path}")
-        state = torch.load(io.BytesIO(read_file(path, _STATE)), weights_only=True)
+        state = load_plain(read_file(path, _STATE), f"the checkpoint {path}")
         commits.restore(path, state["run"])
         for copies in (commits.engine.gathering.state_copies, commits.optimizer._state_copies):
             copies.forget()

@@ -19,7 +19,7 @@ from ._layout import Layout
 from ._ranks import Ranks
 from ._reentry import not_reentered
 from ._reports import Reports
-from ._state import random_state, same_random, set_random_state, to_blob
+from ._state import check_readable, random_state, same_random, set_random_state, to_blob
 
 State = dict[str, Any]
 
@@ -111,7 +111,10 @@ class Commits:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()}
-        return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}
+        track = [one.state_dict() for one in self.track]
+        if self.settings.device == "nvme":
+            check_of_script(self.optimizer, self.track, track)
+        return {**state, "groups": groups, "buffers": buffers, "unsaved": _unsaved(self.model), "track": track}
 
     def before_pass(self) -> None:
         """A pass of the model begins."""
@@ -175,10 +178,8 @@ class Commits:
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
-            buffers = dict(self.model.named_buffers())
-            for name, kept in state["buffers"].items():
-                if name in buffers:
-                    buffers[name].copy_(kept)
+            if lost := _restore_buffers(self.model, state["buffers"], state.get("unsaved", [])):
+                say(f"note: the last step had buffers that the model does not have before its first pass, and they begin anew: {', '.join(lost)}")
             for one, kept in zip(self.track, state["track"]):
                 one.load_state_dict(kept)
 
@@ -264,5 +265,39 @@ class _Position:
         self.random: Optional[dict[str, Any]] = None
 
 
+def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any]) -> None:
+    """Refuses parameter groups and states of tracked objects that a later start could not read."""
+    for number, group in enumerate(optimizer.param_groups):
+        check_readable({key: _plain(value) for key, value in group.items() if key != "params"}, f"parameter group {number} of the optimizer")
+    for one, state in zip(track, states):
+        check_readable(state, f"the state_dict of the {type(one).__name__} in track")
+
+
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _unsaved(model: nn.Module) -> list[str]:
+    """The names of buffers that the model's `state_dict` leaves out."""
+    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
+
+
+def _restore_buffers(model: nn.Module, kept: dict[str, torch.Tensor], unsaved: list[str]) -> list[str]:
+    """Gives buffers the values in `kept`, by their names. Those that passes have made, or exchanged for others of another shape, are made here.
+    Returns the names of those whose modules are not there."""
+    modules, lost = dict(model.named_modules()), []
+    device = next((one.device for one in (*model.buffers(), *model.parameters())), None)
+    for name, value in kept.items():
+        path, _, own = name.rpartition(".")
+        module = modules.get(path)
+        if module is None or own not in module._buffers and hasattr(module, own):
+            lost.append(name)
+        elif (now := module._buffers.get(own)) is None:
+            module.register_buffer(own, value.to(device), persistent=name not in unsaved)
+        elif now.shape == value.shape:
+            now.copy_(value)
+        else:
+            value = value.to(now)
+            for users in (one._buffers for one in modules.values()):
+                users.update((key, value) for key, one in users.items() if one is now)
+    return lost

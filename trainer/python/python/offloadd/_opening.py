@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _offloadd
-from ._commits import Commits
+from ._commits import Commits, check_of_script
 from ._config import Settings
 from ._console import say
 from ._engine import Engine
@@ -35,10 +35,12 @@ from ._untrained import WeightsDiffer, same_bits
 from ._weights import Weights, begin
 
 
-def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit]) -> None:
+def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit], settings: Settings) -> None:
     """Refuses what a script passes that cannot be trained or committed."""
     check_optimizer(optimizer)
     check_track(track)
+    if settings.device == "nvme":
+        check_of_script(optimizer, track, [one.state_dict() for one in track])
     managed = {id(param) for unit in units for param in unit.params}
     others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
     if others:
@@ -173,6 +175,20 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
     ranks.meet("commit the first content")
     core.end_fill()
     core.begin_step()
+
+
+def check_continues(commits: Commits, state: dict[str, Any], run_dir: Path) -> None:
+    """Refuses an optimizer that has made other steps than the run whose commit has `state`: a script that loads a checkpoint of its own continues after
+    that one, with numbers and batches of its own, and the run's weights are not those."""
+    made = {commits.layout.index_of[id(param)]: of_param.get("step") for param, of_param in commits.optimizer.state.items() if of_param}
+    if not made or {index: step and int(step) for index, step in made.items()} == {index: updates for index, updates in state["updates"].items() if updates}:
+        return
+    steps = max((int(step) for step in made.values() if step is not None), default=None)
+    raise Error(
+        f"the optimizer has {'made steps' if steps is None else f'made {steps} steps'} before offloadd.prepare, and the run in {run_dir} would resume after step "
+        f"{state['steps_done']} with its own weights and moments: if the script resumes from a checkpoint of its own, pass resume=False to begin with what it "
+        "has loaded, which replaces the run; if it is to continue after the run's last step, load no state of the optimizer, or call optimizer.state.clear()"
+    )
 
 
 def adopt(commits: Commits, state: dict[str, Any]) -> None:

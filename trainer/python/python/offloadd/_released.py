@@ -105,6 +105,12 @@ class Reader(HasSteps, Protocol):
         """Refuses to train what was frozen when the model was prepared."""
 
 
+@torch.compiler.disable
+def _beside_graphs(func, args, kwargs):
+    """Calls a function of released parameters between two graphs: the class of a parameter changes when its unit comes."""
+    return func(*args, **kwargs or {})
+
+
 class ReleasedParam(nn.Parameter):
     """A parameter whose values are in tiles. Its metadata answers at once; anything else gathers its unit."""
 
@@ -117,6 +123,8 @@ class ReleasedParam(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if torch.compiler.is_dynamo_compiling():
+            return _beside_graphs(func, args, kwargs)
         kwargs = kwargs or {}
         if func in ITSELF:
             with AS_TENSORS():

@@ -40,9 +40,9 @@ class Rewriting:
         """Refuses other weights where gradients would be lost and, unless `anyway`, where they would replace what was resumed."""
         if not anyway and self._replaces_resumed:
             raise Error(
-                f"this run was resumed after step {self._commits.steps_done}, and load_state_dict would replace what was trained: load weights "
-                "before offloadd.prepare, where a resumed run replaces them by its own; or load them only if run.steps_done == 0; or "
-                "call run.load_state_dict to replace them all the same"
+                f"this run was resumed after step {self._commits.steps_done}, and load_state_dict would replace what was trained: if the script resumes from a "
+                "checkpoint of its own, begin the run anew with resume=False; if these are the weights that training begins with, load them before "
+                "offloadd.prepare, or only if run.steps_done == 0; run.load_state_dict replaces what was trained all the same"
             )
         self._engine.check_between_steps("load_state_dict")
 

@@ -211,7 +211,7 @@ class Run:
         self._sequences: Optional[SequenceAttachment] = None
         self._chunks: Sequence[Union[MlpChunks, LossChunks]] = ()
         self._process = os.getpid()
-        _opening.check_given(optimizer, track, found)
+        _opening.check_given(optimizer, track, found, self.settings)
         _opening.check_drives(plan, ranks)
         if plan.gpu is not None and (warning := warning_at_start(model, found, modules, self.settings, plan.gpu)):
             say(f"warning: {warning}", None if ranks.count == 1 else ranks.rank)
@@ -250,9 +250,12 @@ class Run:
 
     def _open_content(self, weights: Optional[Weights], committed: Optional[dict[str, Any]], begins: bool) -> None:
         """Gives the tiles their first content where the run begins, and otherwise continues after the step that was `committed`."""
-        if committed is not None and (begins or not self.trains):
+        if committed is not None:
             try:
-                _opening.check_frozen(self.commits, self.run_dir, weights)
+                if begins or not self.trains:
+                    _opening.check_frozen(self.commits, self.run_dir, weights)
+                else:
+                    _opening.check_continues(self.commits, committed, self.run_dir)
             except BaseException:
                 self.engine.detach()
                 self.core.close()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
+import pickle
 import random
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator, Mapping
 
 import torch
 
-from ._errors import Damaged, Error
+from ._errors import Damaged, Error, NotSupported
 
 # Larger states lie in files beside the run; a commit's own record holds 64 KiB.
 _INLINE_BYTES_MAX = 48 << 10
@@ -147,4 +150,77 @@ def from_blob(blob: bytes, run_dir: Path) -> dict[str, Any]:
             raise Error(f"{path}, the state of the last committed step, cannot be read: {error.strerror}; {_WAY_BACK}") from None
         if hashlib.sha256(blob).hexdigest() != named["sha256"]:
             raise Damaged(f"{path}, the state of the last committed step, is damaged: its contents differ from what was committed; {_WAY_BACK}")
-    return torch.load(io.BytesIO(blob), weights_only=True)
+    return load_plain(blob, "the state of the last committed step")
+
+
+# Types of what was read back once, with those of arrays.
+_readable: set[Any] = set()
+
+
+def check_readable(value: Any, what: str) -> None:
+    """Refuses a value of a script's that `load_plain` could not read: a run that has committed it could never be resumed. Values of types that
+    were tried before cost nothing."""
+    types = set(_types(value))
+    if types <= _readable:
+        return
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        load_plain(buffer.getvalue(), what)
+    except Exception as error:
+        raise NotSupported(
+            f"{what} cannot be kept with a commit or a checkpoint, which hold plain data (numbers, texts, tensors, arrays, lists, dicts): {_of_torch(error)}"
+        ) from None
+    _readable.update(types)
+
+
+def _types(value: Any) -> Iterator[Any]:
+    """The types of a value and of what is in it."""
+    yield type(value)
+    if isinstance(value, Mapping):
+        for part in (value.keys(), value.values()):
+            yield from _types(tuple(part))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for kind in set(map(type, value)):
+            yield kind
+            if kind not in _SINGLE:
+                for one in value:
+                    yield from _types(one) if type(one) is kind else ()
+    elif hasattr(value, "dtype"):
+        yield type(value), str(value.dtype)
+
+
+_SINGLE = (bool, int, float, str, bytes, type(None))
+
+
+def load_plain(data: bytes, what: str) -> Any:
+    """Reads what `torch.save` has written of plain data. Numbers and arrays of NumPy are: schedules of scripts are made of them."""
+    try:
+        with _arrays_allowed():
+            return torch.load(io.BytesIO(data), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise Error(f"{what} has something else than numbers, texts, tensors, arrays, lists and dicts: {_of_torch(error)}; {_WAY_BACK}") from None
+
+
+def _of_torch(error: Exception) -> str:
+    """The part of torch's advice that says what it is about."""
+    text = str(error)
+    found = re.search(r"Unsupported [^\n]*?(?= was not an allowed| whose module|\n|$)", text)
+    return found.group() if found else text
+
+
+@contextlib.contextmanager
+def _arrays_allowed() -> Iterator[None]:
+    numpy = _numpy()
+    if numpy is None:
+        yield
+        return
+    core = numpy._core if hasattr(numpy, "_core") else numpy.core
+    kinds = {type(numpy.dtype(name)) for name in "?bhilqBHILQefdFD"}
+    names = [core.multiarray.scalar, core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, *kinds]
+    if hasattr(torch.serialization, "safe_globals"):
+        with torch.serialization.safe_globals(names):
+            yield
+    else:
+        torch.serialization.add_safe_globals(names)
+        yield

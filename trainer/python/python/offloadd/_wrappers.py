@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from ._errors import NotSupported
 
 # Modules of torch that have what FSDP does.
 _FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "torch.distributed.fsdp._fully_shard._fsdp_param_group")
+
+# Where Lightning's Fabric has its wrappers: in its own package, and in that of Lightning.
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 # Runs of this process.
 _runs: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -32,11 +35,22 @@ def is_prepared(params: Iterable[torch.Tensor]) -> bool:
     return any(not found.isdisjoint(run.engine.gathering.unit_of) for run in _runs if not run.closed)
 
 
+# Wrappers that compute the same as what they wrap: their module, their class, and where they have it.
+_OF_MODELS = (("torch._dynamo", "OptimizedModule", "_orig_mod"), *((name, "_FabricModule", "_forward_module") for name in _FABRIC))
+_OF_OPTIMIZERS = (("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"), *((name, "_FabricOptimizer", "optimizer") for name in _FABRIC))
+
+
+def _bare(one: Any, wrappers: Sequence[tuple[str, str, str]]) -> Any:
+    """What the `wrappers` around an object, if any, have wrapped. Their modules are not imported for this."""
+    for name, kind, inner in wrappers:
+        if isinstance(one, getattr(sys.modules.get(name), kind, ())):
+            return _bare(getattr(one, inner), wrappers)
+    return one
+
+
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model that `torch.compile` or Accelerate has wrapped, which computes the same below the wrapper."""
-    dynamo = sys.modules.get("torch._dynamo")
-    while dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-        model = model._orig_mod
+    """The model that `torch.compile`, Accelerate or Lightning's Fabric has wrapped, which computes the same below the wrapper."""
+    model = _bare(model, _OF_MODELS)
     parallel = [nn.DataParallel, nn.parallel.DistributedDataParallel]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     parallel += [fsdp.FullyShardedDataParallel] if fsdp is not None else []
@@ -50,16 +64,13 @@ def bare_model(model: nn.Module) -> nn.Module:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """The optimizer that Accelerate has wrapped."""
-    accelerate = sys.modules.get("accelerate.optimizer")
-    while accelerate is not None and isinstance(optimizer, accelerate.AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+    """The optimizer that Accelerate or Lightning's Fabric has wrapped."""
+    return _bare(optimizer, _OF_OPTIMIZERS)
 
 
 def renew(optimizer: Any) -> None:
     """Lets a wrapper of Accelerate's around the optimizer find the `step` that `offloadd.prepare` has put there."""
-    if bare_optimizer(optimizer) is not optimizer:
+    if isinstance(optimizer, getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())):
         optimizer.__setstate__({})
 
 

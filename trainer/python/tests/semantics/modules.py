@@ -759,6 +759,36 @@ def _(s):
     s.step(0, 1)
 
 
+class _Reads(Block):
+    """A block that may use weights of another one."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.others = []
+
+    def forward(self, x):
+        x = super().forward(x)
+        for other in self.others:
+            x = x + x @ other.up.weight.t() @ other.up.weight
+        return x
+
+
+def _reads(name, compiles):
+    @compiled.equal(f"{name}, one of which reads a weight of another")
+    def _(s):
+        torch._dynamo.reset()
+        model = net(block=_Reads, blocks=3)
+        model.blocks[2].others.append(model.blocks[0])
+        s.begin(model)
+        called = compiles(model)
+        s.loss_of = lambda _, x, y: F.cross_entropy(called(x), y)
+        s.step(0, 1, 2)
+
+
+_reads("blocks", lambda model: [block.compile(backend="eager") for block in model.blocks] and model)
+_reads("blocks within a compiled model", lambda model: torch.compile(model, backend="eager"))
+
+
 @compiled.equal("a compiled loss")
 def _(s):
     torch._dynamo.reset()

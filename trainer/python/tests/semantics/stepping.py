@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import io
+import pathlib
 import pickle
 import tempfile
 
+import numpy
 import torch
 import torch.distributed.checkpoint
 import torch.nn.functional as F
@@ -1202,3 +1204,149 @@ def _loaded_buffer(s):
     s.begin(made(1))
     s.model.load_state_dict(made(2).state_dict())
     return s.model.scale
+
+
+again = Theme("a script's own checkpoints", devices=("nvme",))
+
+
+def _start(s, numbers, checkpoint=None, **more):
+    """A start of a script that loads a checkpoint of its own before `prepare`, if there is one. Returns those that it saves, one a step."""
+    model = net(3)
+    optimizer = adamw(model.parameters())
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+    s.trained.clear()
+    s.begin(model, optimizer, run_dir=s.dir / "run", **more)
+    saved = []
+    for number in numbers:
+        s.step(number)
+        saved.append(copy.deepcopy((s.model.state_dict(), s.optimizer.state_dict())))
+    if s.run:
+        s.run.close()
+    return saved
+
+
+again.equal("the last step's", lambda s: _start(s, (3, 4), _start(s, (0, 1, 2))[2]) and s.weights())
+again.equal("an earlier one, with `resume=False`", lambda s: _start(s, (2, 3), _start(s, (0, 1, 2))[1], resume=False) and s.weights())
+again.refused("an earlier one", "pass resume=False", lambda s: _start(s, (2, 3), _start(s, (0, 1, 2))[1]))
+again.refused("one of another run", "pass resume=False", lambda s: [_start(s, (0,)), _start(s, (1,), _trained_state())])
+
+
+@again.refused("steps between `close` and `prepare`", "pass resume=False")
+def _(s):
+    _start(s, (0, 1))
+    s.step(2)
+    s.begin(*s.trained.pop(), run_dir=s.dir / "run")
+
+
+resumed = Theme("a run that resumes", devices=("nvme",))
+
+
+def _resumed(name, block=Block, track=lambda: None, before_step=lambda s, number, tracked: None):
+    """A line in which a prepared run ends after two of four steps, and a start with a new model resumes it; plain PyTorch makes the steps at once."""
+
+    def start(s, seed):
+        s.trained.clear()
+        tracked = track()
+        s.begin(net(seed, block=block), run_dir=s.dir / "run", track=[tracked] if tracked else [])
+        return tracked
+
+    @resumed.equal(name)
+    def _(s):
+        tracked = start(s, 3)
+        for number in range(4):
+            if s.run and number == 2:
+                s.run.close()
+                tracked = start(s, 4)
+            before_step(s, number, tracked)
+            s.step(number)
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in s.optimizer.param_groups]
+        return [s.weights(), list(s.model.state_dict()), groups, [type(value).__name__ for group in groups for value in group.values()]]
+
+
+class _Growing(Block):
+    """Its buffer has a row for each pass that trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, 16))
+        self.register_module("reader", _Reader(self.seen))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = self.reader.seen = torch.cat([self.seen, x.detach().mean(0, keepdim=True)])
+        return super().forward(x) + self.reader.seen.mean(0)
+
+
+class _Reader(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.register_buffer("seen", seen)
+
+
+class _Late(Block):
+    """Its first pass makes a buffer, which is not the same as that of a later pass."""
+
+    def __init__(self, declared=False, persistent=True):
+        super().__init__()
+        self.persistent = persistent
+        if declared:
+            self.register_buffer("center", None, persistent)
+
+    def forward(self, x):
+        if getattr(self, "center", None) is None:
+            self.register_buffer("center", x.detach().mean(0), self.persistent)
+        return super().forward(x - self.center)
+
+
+_resumed("a buffer that passes make longer, which two modules have", _Growing)
+_resumed("a buffer that the first pass makes", _Late)
+_resumed("a buffer that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
+_resumed("a buffer that is None until the first pass", lambda: _Late(declared=True))
+_resumed("a buffer that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
+
+
+class _Tracked:
+    """What a script tracks: `state` is its whole state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def _scheduled(s, number, tracked):
+    """Rates as scripts take them from an array that is made once."""
+    for group in s.optimizer.param_groups:
+        group.update(lr=numpy.linspace(1e-2, 1e-3, 8)[number], weight_decay=numpy.float32(0.1) * numpy.float32(number))
+
+
+def _counted(s, number, tracked):
+    counts, number_of_steps = tracked.state["counts"], tracked.state["steps"]
+    tracked.state = {"counts": counts + number, "steps": number_of_steps + numpy.int64(1)}
+    s.note([counts.tolist(), int(number_of_steps), type(number_of_steps).__name__])
+
+
+_resumed("rates that are numbers of NumPy", before_step=_scheduled)
+_resumed(
+    "a tracked object with numbers and arrays of NumPy",
+    track=lambda: _Tracked({"counts": numpy.zeros(3, dtype=numpy.float16), "steps": numpy.int64(0)}),
+    before_step=_counted,
+)
+resumed.refused("a tracked object with a path", "hold plain data", lambda s: s.begin(track=[_Tracked({"file": pathlib.Path("data")})]))
+resumed.refused("a tracked object with a function", "hold plain data", lambda s: s.begin(track=[_Tracked({"make": lambda: 0})]))
+
+
+@resumed.refused("a parameter group with a path, set later", "parameter group 0 of the optimizer cannot be kept")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["file"] = pathlib.Path("data")
+    try:
+        s.step(1, 2)
+    finally:
+        del s.optimizer.param_groups[0]["file"]

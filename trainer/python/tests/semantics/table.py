@@ -288,6 +288,8 @@ class Line:
     def check(self):
         """What is not as the line says, empty if all is. It runs in a process of its own."""
         plain = outcome(self, None)
+        if plain.error is not None and isinstance(plain.error.value, NameError):
+            return f"the line itself is wrong: {plain.error}"
         if plain.at_end is not None and self.refused is None:
             return f"plain: the step after: {plain.at_end}"
         return next(filter(None, (self._compare(device, plain) for device in self.devices)), "")
