@@ -82,7 +82,7 @@ def signal_at(at, number):
     for signals there, and not at each line."""
     count = [0]
 
-    def place(frame, event, _):
+    def trace(frame, event, _):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event in ("call", "return"):
@@ -90,10 +90,10 @@ def signal_at(at, number):
             count[0] += 1
             if count[0] == at + 1:
                 signal.raise_signal(number)
-        return place
+        return trace
 
     before = sys.gettrace()
-    sys.settrace(place)
+    sys.settrace(trace)
     try:
         yield count
     finally:
