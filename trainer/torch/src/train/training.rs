@@ -664,7 +664,9 @@ impl Training {
                 )),
             }
             if ended == StepsEnd::Asked && is_kept {
-                say("next      the same command resumes the run at this step");
+                say(
+                    "next      the same command resumes the run at this step (without --fresh or --resume-from STEP, which go back)",
+                );
             }
             if let (StepsEnd::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
                 say(&format!(
