@@ -167,10 +167,20 @@ def test_a_trainer_with_arguments_that_keep_its_model_in_place_does_not_move_it(
     assert type(pickle.loads(pickle.dumps(kept))) is transformers.TrainingArguments, "checkpoints are read without this library"
 
 
-def test_trl_loads_a_model_that_is_given_by_its_name_into_host_memory(tmp_path):
+def test_trl_loads_a_model_that_is_given_by_its_name_into_host_memory(tmp_path, monkeypatch):
     trl = pytest.importorskip("trl", reason="trl is not installed: make test-tools")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-tools")
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     kept = offloadd.hf.keep_in_place(trl.SFTConfig(tmp_path, use_cpu=True, report_to=[], model_init_kwargs={"dtype": "bfloat16"}))
-    assert kept.model_init_kwargs == {"device_map": None, "dtype": "bfloat16"}
+    assert kept.model_init_kwargs == {"device_map": {"": "cpu"}, "dtype": "bfloat16"}
+    # Where there is a GPU, a quantizer chooses it for a model without a place.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for bits in ("load_in_4bit", "load_in_8bit"):
+        quantizer = AutoHfQuantizer.from_config(transformers.BitsAndBytesConfig(**{bits: True}))
+        assert quantizer.update_device_map(None) == {"": 0}
+        assert quantizer.update_device_map(kept.model_init_kwargs["device_map"]) == {"": "cpu"}
 
 
 @pytest.mark.parametrize("own, expected", [({}, "cuda:0"), ({"compute_device": "cpu"}, "cpu")])

@@ -141,13 +141,17 @@ def test_the_command_plans_a_model_by_its_size(tmp_path, capsys):
     assert "devices   nothing" in capsys.readouterr().out
 
 
-def test_the_command_says_that_host_memory_is_too_small_and_fails(tmp_path, capsys, monkeypatch):
+def test_the_command_says_that_host_memory_is_too_small_and_fails(llama, tmp_path, capsys, monkeypatch):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("cpu", tmp_path), "bf16": {"enabled": True}}))
     assert main(["plan", str(path), "--params", "1e12"]) == 1
     told = capsys.readouterr()
     assert "warning   tiles take " in told.out
-    assert "the run does not fit: tiles take " in told.err and 'set zero_optimization.offload_param.device = "nvme"' in told.err
+    assert "the run does not fit: tiles take " in told.err and 'set zero_optimization.offload_param.device = "nvme" with an nvme_path' in told.err
+    # A model by itself has no configuration in which something could be set.
+    monkeypatch.setattr(Plan, "host_available_bytes", property(lambda self: 1, lambda self, value: None), raising=False)
+    assert main(["plan", str(llama)]) == 1
+    assert capsys.readouterr().err.endswith("are available: give --nvme DIR\n")
 
 
 def test_the_command_plans_few_trained_parameters_beside_a_frozen_model(tmp_path, capsys):

@@ -121,7 +121,7 @@ pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
     let name = name.unwrap_or("run".as_ref());
     let name = name.to_string_lossy().into_owned();
     let out = (args.out.clone()).unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
-    let is_shared = is_shared(&args.sets)?;
+    let is_shared = is_set(&args.sets, "offload", "socket")?;
     if is_shared && !args.nvme.is_empty() {
         anyhow::bail!(
             "--nvme and offload.socket: the daemon keeps the state on devices of its own: leave one of them out"
@@ -359,6 +359,13 @@ impl Draft<'_> {
             Place::HostAndDrives => [Some(&host), Some(&drive)],
             Place::DrivesHostAndGpu | Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
         };
+        let length = match is_set(&self.args.sets, "train", "steps")? {
+            true => String::new(),
+            false => format!(
+                "epochs = {epochs} # passes over the data, of about {} each\n",
+                CountOf(self.epoch_steps, "step")
+            ),
+        };
         let mut offload = String::new();
         for (what, device) in [("param", param), ("optimizer", optimizer)] {
             if let Some(device) = device {
@@ -415,8 +422,7 @@ path = {model}
 files = {data}
 {template}{loss_on}{fraction}
 [train]
-epochs = {epochs} # passes over the data, of about {epoch_steps} each
-seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
+{length}seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
 {checkpoints}{evaluation}run_dir = {run_dir}
 {resident}"#,
             micro_batch = self.micro_batch,
@@ -429,7 +435,6 @@ seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
             model = quoted(&self.args.model),
             data = list(&self.args.data),
             seq_len = self.seq_len,
-            epoch_steps = CountOf(self.epoch_steps, "step"),
             run_dir = quoted(&Path::new("runs").join(&self.name)),
         );
         with_sets(text, &self.args.sets)
@@ -460,12 +465,10 @@ fn shared_place(
     Ok(Err(refused))
 }
 
-/// Whether `sets` name the socket of a shared daemon.
-fn is_shared(sets: &[String]) -> anyhow::Result<bool> {
+/// Whether `sets` have a value for the key of the table.
+fn is_set(sets: &[String], table: &str, key: &str) -> anyhow::Result<bool> {
     let set: toml::Table = toml::from_str(&with_sets(String::new(), sets)?)?;
-    Ok(set
-        .get("offload")
-        .is_some_and(|offload| offload.get("socket").is_some()))
+    Ok(set.get(table).is_some_and(|table| table.get(key).is_some()))
 }
 
 /// Sets keys in a run file, whose comments stay.
@@ -499,6 +502,14 @@ fn with_sets(text: String, sets: &[String]) -> anyhow::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_set_key_is_found_in_its_table() {
+        let sets = ["train.steps=5", "train={ seed = 1 }"].map(String::from);
+        assert!(is_set(&sets[..1], "train", "steps").unwrap());
+        assert!(!is_set(&sets[1..], "train", "steps").unwrap());
+        assert!(!is_set(&[], "train", "steps").unwrap());
+    }
 
     #[test]
     fn a_set_key_replaces_or_joins_those_of_the_file() {

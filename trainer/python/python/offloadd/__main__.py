@@ -57,7 +57,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--loss-chunks", type=positive, metavar="N", help="chunks of tokens in which the head and the loss are computed (offloadd.loss_chunks)")
     plan.add_argument("--optim", metavar="NAME", help="the optimizer that a Trainer's argument optim names, such as adamw_8bit (adamw_torch)")
     plan.add_argument("--units", type=int, help=f"blocks of a model given by --params ({_BLOCKS})")
-    plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
+    plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters (that of bf16 or fp16 in CONFIG; that of MODEL)")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
     _generate.add_parser(commands)
     _chat.add_parser(commands)
@@ -138,6 +138,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     directory = (given.run_dir or settings.run_dir or settings.default_dir).absolute()
     inputs = NO_INPUTS if of_step is None else of_step.inputs(settings.micro_batches or 1)
     plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs)
+    if by_name_alone:
+        plan.to_drives = "give --nvme DIR"
     if on_gpu is not None:
         plan.more, plan.more_warnings = on_gpu.lines(), [on_gpu.warning] if on_gpu.warning else []
     if plan.problems:

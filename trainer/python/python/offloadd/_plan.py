@@ -68,6 +68,8 @@ class Plan:
         # Lines for people about what else is planned, and reasons why it may fail.
         self.more: list[str] = []
         self.more_warnings: list[str] = []
+        # What puts the state on drives where no configuration does.
+        self.to_drives = ""
         # Each of them takes what is planned.
         self.local_ranks = len(topology.local)
         # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
@@ -113,7 +115,8 @@ class Plan:
         if available is not None and host > available:
             place = "offload_optimizer" if self.settings.parameters_stay and self.settings.device != "none" else "offload_param"
             lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
-            advice = f"set {lower} lower" if self.settings.device == "nvme" else f'set zero_optimization.{place}.device = "nvme"'
+            to_drives = self.to_drives or f'set zero_optimization.{place}.device = "nvme" with an nvme_path'
+            advice = f"set {lower} lower" if self.settings.device == "nvme" else to_drives
             what = "tiles and inputs of blocks" if self.inputs.host_bytes else "tiles"
             found.append(f"{what} take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}")
         return [*found, *self.more_warnings]

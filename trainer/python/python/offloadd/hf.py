@@ -52,7 +52,8 @@ def keep_in_place(args: Arguments) -> Arguments:
     kept = copy.copy(args)
     kept.__class__ = type(kind.__name__, (kind,), {"place_model_on_device": False, "__reduce_ex__": reduced})
     if hasattr(kept, "model_init_kwargs"):
-        kept.model_init_kwargs = {"device_map": None, **(kept.model_init_kwargs or {})}
+        # With None, bitsandbytes loads a model that it quantizes onto the GPU.
+        kept.model_init_kwargs = {"device_map": {"": "cpu"}, **(kept.model_init_kwargs or {})}
     return kept
 
 

@@ -138,6 +138,23 @@ impl RunSettings {
         (self.train.steps as f64 * self.step_samples() as f64) / windows.max(1) as f64
     }
 
+    /// Says that a run of `train.epochs` ends after more or less of the data, because the steps up to `step`, which took
+    /// `next_sample` windows, had others than the steps from now on; `None` if it ends as it should.
+    pub fn missed_epochs(&self, windows: u64, step: u64, next_sample: u64) -> Option<String> {
+        let epochs = self.train.epochs?;
+        let (samples, asked) = (self.step_samples(), (epochs * windows as f64).ceil() as u64);
+        let end = next_sample + self.train.steps.saturating_sub(step) * samples;
+        if step == 0 || end.abs_diff(asked) < samples {
+            return None;
+        }
+        let needed = step + asked.saturating_sub(next_sample).div_ceil(samples);
+        Some(format!(
+            "the run ends at epoch {:.2}, not at {epochs}: its {} so far took {next_sample} windows, and a step now takes {samples}; for {epochs} epochs set train.steps = {needed} in place of train.epochs, or the batch of before (train_batch_size)",
+            end as f64 / windows.max(1) as f64,
+            CountOf(step, "step"),
+        ))
+    }
+
     /// Returns the directory of the run's tokenizer, or `None` if tokens are bytes.
     pub fn tokenizer_dir(&self) -> Option<&Path> {
         match self.data.tokenizer.as_deref() {

@@ -485,7 +485,7 @@ impl Plan {
             }
         }
         self.keep_more_of_blocks(settings, most_bytes);
-        let mut why = "the most for which GPU memory has room; what is kept need not be recomputed"
+        let mut why = "it keeps the most for which GPU memory has room, so that less is recomputed"
             .to_owned();
         let Checkpointing { level, more_blocks } = self.checkpointing;
         if more_blocks > 0 {

@@ -127,6 +127,12 @@ impl Training {
             let progress = progress
                 .telling(reports.wall_clock_breakdown)
                 .with_flops(flops(&settings, &run.plan));
+            let windows = data.as_ref().map(Data::windows);
+            if let Some(missed) = windows
+                .and_then(|windows| settings.missed_epochs(windows, state.step, state.next_sample))
+            {
+                progress.say(&format!("warning: {missed}"));
+            }
             let monitors = Monitors::open(reports, state.next_sample)?;
             // For exports of this run.
             let files = ModelFiles::in_run_dir(run.dir.path());
@@ -658,7 +664,9 @@ impl Training {
                 )),
             }
             if ended == StepsEnd::Asked && is_kept {
-                say("next      the same command resumes the run at this step");
+                say(
+                    "next      the same command resumes the run at this step (without --fresh or --resume-from STEP, which go back)",
+                );
             }
             if let (StepsEnd::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
                 say(&format!(

@@ -58,6 +58,16 @@ fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
     let again = fail(init());
     assert!(again.contains("run.toml already exists"), "{again}");
     assert_eq!(std::fs::read_to_string(&file).unwrap(), written);
+    // A number of steps replaces the passes.
+    std::fs::remove_file(&file).unwrap();
+    let mut of_steps = init();
+    of_steps.arg("--set").arg("train.steps=5");
+    succeed(of_steps);
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert!(
+        written.contains("steps = 5\n") && !written.contains("epochs ="),
+        "{written}"
+    );
 }
 
 #[test]

@@ -30,6 +30,24 @@ fn evaluations(run: &Run) -> Vec<(u64, u64)> {
 }
 
 #[test]
+fn a_run_of_epochs_says_where_it_ends_with_more_ranks() {
+    let harness = Harness::new();
+    let sets = ["train.epochs=2", "train.seq_len=512"];
+    let run = |more: &[&str]| {
+        let run = harness.run("run", &sets).with(&harness.nvme());
+        run.with(more).without_steps()
+    };
+    let said = run(&["train.stop_after=2"]).train();
+    assert!(!said.contains("warning: the run ends at epoch"), "{said}");
+    let said = succeed(run(&[]).launch(2));
+    assert!(
+        said.contains("warning: the run ends at epoch 1.")
+            && said.contains(", not at 2: its 2 steps so far took"),
+        "{said}"
+    );
+}
+
+#[test]
 fn a_run_of_epochs_ends_with_its_data_and_evaluates_after_each_epoch() {
     let harness = Harness::new();
     let sets = [

@@ -828,6 +828,13 @@ fn epochs_become_steps_when_the_length_of_the_data_is_known() {
             .iter()
             .any(|warning| warning.contains("passes over"))
     );
+    // Resumed: after no step, after steps of this size, and after steps of one window.
+    assert_eq!(run.missed_epochs(21, 0, 0), None);
+    assert_eq!(run.missed_epochs(21, 8, 16), None);
+    let missed = run.missed_epochs(21, 8, 8).unwrap();
+    for part in ["at epoch 1.14, not at 1.5", "train.steps = 20 in place"] {
+        assert!(missed.contains(part), "{missed}");
+    }
     let mut run = run_with(&[]).unwrap();
     run.set_windows(21).unwrap();
     assert_eq!(run.train.steps, 100);
