@@ -267,6 +267,22 @@ impl SwapperSettings {
         Ok((self.plan_of(&layout)?, self.step_bytes_of(&layout)))
     }
 
+    /// Bytes of the arenas of all ranks on this node. Any rank may need the most: which of its tiles stay in host memory differs, and
+    /// their states may have several sizes.
+    ///
+    /// # Errors
+    /// As [`SwapperSettings::plan`], for any of these ranks.
+    pub fn local_arena_bytes(&self) -> Result<u64, SwapperError> {
+        let of_rank = |rank| {
+            let settings = Self {
+                rank,
+                ..self.clone()
+            };
+            settings.plan()?.arena_bytes()
+        };
+        self.local().map(of_rank).sum()
+    }
+
     /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
         let (rank, ranks) = (self.rank, self.ranks);

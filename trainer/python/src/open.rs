@@ -185,7 +185,8 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
 /// Starts the daemon of the run's own device files, one in each directory, for the sessions of all ranks.
 pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
     // The first rank of a node has the most tiles.
-    let memory = swapper_settings(plan)?.plan().map_err(failed)?;
+    let settings = swapper_settings(plan)?;
+    let memory = settings.plan().map_err(failed)?;
     let file_bytes = device_file_bytes(&memory, Durability::Committed, plan.nvme.len() as u64);
     let files = StoreFiles::new(&plan.nvme, &plan.job, file_bytes);
     files.check_space().map_err(no_store)?;
@@ -196,7 +197,7 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
         devices: (files.paths().iter())
             .map(|path| (path.clone(), file_bytes))
             .collect(),
-        arena_bytes_max: memory.arena_bytes().map_err(failed)? * plan.local().len() as u64,
+        arena_bytes_max: settings.local_arena_bytes().map_err(failed)?,
         iodepth_max: IODEPTH + memory.scratch.slot_count,
         engine: "auto".into(),
     })

@@ -65,7 +65,7 @@ pub(super) fn store_words(settings: &RunSettings) -> String {
 
 /// Settings that may change between two starts of a run. The data's description is added once the data has
 /// been read.
-pub(super) fn trained_with(settings: &RunSettings) -> Value {
+pub(super) fn trained_with(settings: &RunSettings, on_gpu: bool) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
     let mut with = json!({
         "batch": lines["batch"],
@@ -92,6 +92,10 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
     if !settings.train.deterministic {
         with["deterministic"] = false.into();
     }
+    // torch divides the sums of a product among the threads of a CPU; what a GPU computes does not depend on them.
+    if !on_gpu {
+        with["threads"] = settings.train.threads.into();
+    }
     with
 }
 
@@ -113,7 +117,7 @@ mod tests {
             let mut tree = tree;
             tree["train"]["steps"] = json!(1);
             tree["train"]["seq_len"] = json!(16);
-            trained_with(&crate::config::check(tree, "test", None).unwrap())
+            trained_with(&crate::config::check(tree, "test", None).unwrap(), true)
         };
         let before = with(json!({"matmuls": "dtype", "mlp_chunks": 1, "deterministic": true}));
         assert_eq!(before, with(json!({})));

@@ -207,7 +207,7 @@ impl PreparedRun {
             false => existing_file_bytes(&settings, &id.job),
         };
         let plan = plan_of(&settings, hardware, &site)?;
-        let trained_with = trained_with(&settings);
+        let trained_with = trained_with(&settings, gpu.is_some());
         let mut description = describe(&settings, &plan);
         description.nodes = if has_store { ranks.nodes() } else { 1 };
         let begun = match &from {
@@ -270,7 +270,7 @@ impl PreparedRun {
         // A token file that cannot be read is reported by the first step.
         let documents = data.sampled_documents().unwrap_or_default();
         self.plan.with_documents(&self.settings, documents);
-        self.trained_with = trained_with(&self.settings);
+        self.trained_with = trained_with(&self.settings, self.gpu.is_some());
         let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
         let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");
         self.trained_with["text"] = text.into();

@@ -435,13 +435,11 @@ impl PreparedRun {
         let Some(files) = &self.files else {
             return Ok(None);
         };
-        // The plan describes the first rank, whose part is the largest.
-        let rank_bytes = self.plan.memory.arena_bytes()?;
         files.link_run(dir.path())?;
         let daemon = start_private(
             files,
             &daemon_dir(dir.path()),
-            rank_bytes * self.ranks.local().len() as u64,
+            self.plan.swapper.local_arena_bytes()?,
             self.plan.swapper.session_iodepth(),
             &self.settings.offload.engine,
         )?;

@@ -183,9 +183,12 @@ pub(super) fn resume(
     if let Some(text @ Value::Null) = state.trained_with.get_mut("text") {
         *text = fresh.trained_with["text"].clone();
     }
-    // Runs that are older than this note did not keep it.
-    if state.trained_with.get("dropout").is_none() {
-        state.trained_with["dropout"] = fresh.trained_with["dropout"].clone();
+    // Runs that are older than these notes did not keep them, and a start on a GPU has no threads to compare.
+    for key in ["dropout", "threads"] {
+        let lacks = |with: &Value| with.get(key).is_none();
+        if lacks(&state.trained_with) || lacks(&fresh.trained_with) {
+            state.trained_with[key] = fresh.trained_with[key].clone();
+        }
     }
     let [was, now] =
         [&state.trained_with, &fresh.trained_with].map(|with| schedule_of(&with["lr"]));
@@ -223,4 +226,31 @@ const WINDOWS: [&str; 3] = ["train.seq_len", "the data", "data.validation_fracti
 fn schedule_of(lr: &Value) -> String {
     let schedule = serde_json::from_value(lr.clone());
     schedule.map_or_else(|_| lr.to_string(), |lr| summary_of_schedule(&lr))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn threads_are_compared_only_if_a_cpu_computed_before_and_computes_now() {
+        let notes = |before: Value, now: Value| {
+            let [before, now] = [before, now].map(|with| RunState::new(1, with));
+            let mut notes = Vec::new();
+            let resumed = resume(&now, &before.encode(), &mut |note| notes.push(note));
+            assert_eq!(resumed.unwrap().trained_with, now.trained_with);
+            notes
+        };
+        let with =
+            |threads: Value| json!({"dropout": "none", "text": "10 tokens", "threads": threads});
+        let on_gpu = || json!({"dropout": "none", "text": "10 tokens"});
+        assert_eq!(
+            notes(with(json!(4)), with(json!(2))),
+            ["note: train.threads was 4 up to step 0 and is 2 from now on"]
+        );
+        for (before, now) in [(with(json!(4)), on_gpu()), (on_gpu(), with(json!(4)))] {
+            assert!(notes(before, now).is_empty());
+        }
+    }
 }

@@ -20,7 +20,7 @@ impl Plan {
         }
         let info = daemon.info();
         let ranks = self.local_ranks;
-        let host_bytes = self.memory.arena_bytes()?.saturating_mul(ranks.into());
+        let host_bytes = self.swapper.local_arena_bytes()?;
         let device_bytes = self.device_bytes();
         let free_bytes = device_free_bytes(daemon, known.as_ref());
         let quota = |key: &str| {

@@ -351,7 +351,7 @@ keys! {
         #[default("train.steps")]
         #[example("500")]
         pub stop_after: Option<u64>,
-        /// Computing threads.
+        /// Computing threads. On CPUs, results with another number differ within the rounding of sums.
         #[default("all cores, divided among the ranks")]
         #[example("16")]
         pub threads: Option<u64>,

@@ -2,7 +2,8 @@
 //! names.
 //!
 //! A run never reads them. When it resumes, later steps are taken back: rows of CSV files are removed, and an
-//! event tells TensorBoard to discard the rest.
+//! event tells TensorBoard to discard the rest. `trainer` writes a step here before its line in `metrics.jsonl`, and again if a kill
+//! left that line out.
 
 mod csv;
 mod events;

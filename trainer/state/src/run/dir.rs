@@ -513,6 +513,7 @@ const PUBLIC_NAMES: &[(&str, &str)] = &[
     ("matmuls", "train.matmuls"),
     ("mlp_chunks", "train.mlp_chunks"),
     ("deterministic", "train.deterministic"),
+    ("threads", "train.threads"),
     ("text", "the data"),
     ("validation_fraction", "data.validation_fraction"),
     ("shuffle", "data.shuffle"),

@@ -90,13 +90,15 @@ struct StepOutputs {
 }
 
 impl StepOutputs {
-    /// Adds a step to the monitors. Logs a failure once; training does not depend on monitors.
-    fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
+    /// Adds a step to the monitors, then to the metrics, whose line shows a later start that the monitors have the step. Logs a failure
+    /// once; training does not depend on monitors.
+    fn write(&mut self, metrics: &StepMetrics, samples: u64) {
         if let Err(error) = self.monitors.step(metrics, samples)
             && !std::mem::replace(&mut self.monitors_failed, true)
         {
             tracing::warn!("{error}. Training continues; the monitor misses steps");
         }
+        self.metrics.write(metrics);
     }
 }
 
@@ -133,7 +135,9 @@ impl Training {
             {
                 progress.say(&format!("warning: {missed}"));
             }
-            let monitors = Monitors::open(reports, state.next_sample)?;
+            // A step without a line is told again: what the monitors have of it goes.
+            let told_samples = (state.next_sample).saturating_sub(u64::from(last < state.step));
+            let monitors = Monitors::open(reports, told_samples)?;
             // For exports of this run.
             let files = ModelFiles::in_run_dir(run.dir.path());
             let kept = match data.as_ref().map(Data::chat_format) {
@@ -216,7 +220,7 @@ impl Training {
         if let Some(mut last) = lost {
             training.evaluate_if_due(&mut last)?;
             if let Some(shown) = &mut training.shown {
-                shown.metrics.write(&last);
+                shown.write(&last, training.run.state.next_sample);
             }
         }
         Ok(training)
@@ -489,8 +493,7 @@ impl Training {
             return;
         };
         reach(Point::Telling);
-        shown.metrics.write(metrics);
-        shown.monitor(metrics, self.run.state.next_sample);
+        shown.write(metrics, self.run.state.next_sample);
         if metrics.skipped {
             shown.progress.say(&show::skipped(metrics, overflow));
         }

@@ -1,11 +1,14 @@
 //! Trains with DeepSpeed configurations.
 //!
 //! Errors that these tests find: a common configuration is refused because of an irrelevant key, or because
-//! of 1e9 for a whole number; a value is not applied to the run; a key without effect is not reported.
+//! of 1e9 for a whole number; a value is not applied to the run; a key without effect is not reported; a
+//! monitor lacks a step, or has it twice.
 
 use serde_json::json;
+use test_hooks::kill_point::Point;
 
 use crate::harness::{Harness, Run, succeed};
+use crate::points::killed;
 
 fn fixture(name: &str) -> String {
     format!(
@@ -132,4 +135,35 @@ fn monitors_and_times_are_reported_and_truncated_on_resume() {
     }
     let events = std::fs::read_dir(harness.path("tb/job")).unwrap();
     assert_eq!(events.count(), 2, "one file for each start");
+}
+
+#[test]
+fn monitors_have_the_step_of_a_kill_between_its_commit_and_its_line_once() {
+    let harness = Harness::new();
+    // Commits come before evaluations only, and the kill after the second one.
+    let sets = [
+        "csv_monitor.enabled=true",
+        "offload.commit_every=0",
+        "data.validation_fraction=0.1",
+        "train.eval_every=1",
+    ];
+    let file = harness.path("ds.json");
+    std::fs::write(&file, "{}").unwrap();
+    let run = run(&harness, "told", file.to_str().unwrap(), 4);
+    let run = run.with(&harness.nvme()).with(&sets);
+    assert!(killed(run.command("train"), Point::Telling, 2));
+    assert_eq!(run.steps_written(), 1);
+    let csv = run.dir.join("csv_monitor/DeepSpeedJobName");
+    let read = |name: &str| std::fs::read_to_string(csv.join(name)).unwrap();
+    // A kill may also come after some of the monitors' files.
+    let loss = "Train_Samples_train_loss.csv";
+    std::fs::write(csv.join(loss), read(loss) + "4,0.5\r\n").unwrap();
+    assert!(run.train().contains("resumed at step 2"));
+    for (name, key) in [(loss, "loss"), ("Eval_Samples_eval_loss.csv", "eval_loss")] {
+        let rows = (run.metrics().iter().enumerate())
+            .map(|(before, line)| format!("{},{}\r\n", 2 * (before + 1), line[key]))
+            .collect::<String>();
+        let text = read(name);
+        assert_eq!(text.split_once("\r\n").unwrap().1, rows, "{name}");
+    }
 }

@@ -88,6 +88,23 @@ fn two_ranks_make_the_weights_of_one() {
     }
 }
 
+/// In this model the second rank keeps states of more sizes in host memory than the first one.
+#[test]
+fn a_later_rank_may_need_more_memory_of_the_daemon_than_the_first_one() {
+    let harness = Harness::new();
+    let sets = [
+        MUON,
+        "train.steps=2",
+        "model.intermediate_size=48",
+        "model.num_hidden_layers=3",
+        "offload.resident_fraction=0.3",
+        "offload.staging_bytes=300000",
+        "zero_optimization.offload_param.device=cpu",
+    ];
+    let run = harness.run("run", &sets).with(&harness.nvme()[1..]);
+    succeed(run.launch(2));
+}
+
 #[test]
 fn places_and_tiles_change_no_bit_and_a_run_with_muon_resumes_as_no_other() {
     let harness = Harness::new();

@@ -297,10 +297,12 @@ fn a_second_trainer_in_a_run_directory_is_refused() {
 #[test]
 fn changed_settings_and_data_are_reported_and_used() {
     let harness = Harness::new();
-    let run = harness.run("run", &["train.stop_after=2"]);
+    let run = harness.run("run", &["train.stop_after=2", "train.device=cpu"]);
     run.train();
     std::fs::write(harness.path("text"), crate::harness::text(30_000)).unwrap();
     let changed = [
+        "train.device=cpu",
+        "train.threads=2",
         "optimizer.params.lr=0.5",
         "model.attention_dropout=0.1",
         "train.seq_len=8",
@@ -311,6 +313,7 @@ fn changed_settings_and_data_are_reported_and_used() {
         "note: optimizer.params.lr was 0.003 up to step 2 and is 0.5 from now on",
         "note: dropout was none up to step 2 and is attention_dropout 0.1 from now on",
         "note: train.seq_len was 16 up to step 2 and is 8 from now on",
+        "note: train.threads was 1 up to step 2 and is 2 from now on",
         "note: the data is divided into other windows: the run resumes at window 4 of them",
     ] {
         assert!(said.contains(note), "{note}: {said}");
