@@ -331,6 +331,17 @@ impl Draft<'_> {
         Ok(check(tree, &self.name, None)?)
     }
 
+    /// Returns the line of the passes over the data; none where --set names a number of steps.
+    fn length(&self, epochs: u32) -> anyhow::Result<String> {
+        let steps = CountOf(self.epoch_steps, "step");
+        Ok(match is_set(&self.args.sets, "train", "steps")? {
+            true => String::new(),
+            false => {
+                format!("epochs = {epochs} # passes over the data, of about {steps} each\n")
+            }
+        })
+    }
+
     /// Returns the run file, with a line for the chat template if one must be chosen.
     fn text(&self, template: Option<String>) -> anyhow::Result<String> {
         let template = template.unwrap_or_default();
@@ -359,13 +370,7 @@ impl Draft<'_> {
             Place::HostAndDrives => [Some(&host), Some(&drive)],
             Place::DrivesHostAndGpu | Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
         };
-        let length = match is_set(&self.args.sets, "train", "steps")? {
-            true => String::new(),
-            false => format!(
-                "epochs = {epochs} # passes over the data, of about {} each\n",
-                CountOf(self.epoch_steps, "step")
-            ),
-        };
+        let length = self.length(epochs)?;
         let mut offload = String::new();
         for (what, device) in [("param", param), ("optimizer", optimizer)] {
             if let Some(device) = device {

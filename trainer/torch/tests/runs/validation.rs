@@ -37,12 +37,12 @@ fn a_run_of_epochs_says_where_it_ends_with_more_ranks() {
         let run = harness.run("run", &sets).with(&harness.nvme());
         run.with(more).without_steps()
     };
-    let said = run(&["train.stop_after=2"]).train();
+    let said = run(&["train.stop_after=10"]).train();
     assert!(!said.contains("warning: the run ends at epoch"), "{said}");
     let said = succeed(run(&[]).launch(2));
     assert!(
         said.contains("warning: the run ends at epoch 1.")
-            && said.contains(", not at 2: its 2 steps so far took"),
+            && said.contains(", not at 2: its 10 steps so far took"),
         "{said}"
     );
 }
