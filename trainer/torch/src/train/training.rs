@@ -30,7 +30,7 @@ use training_state::monitor::Monitors;
 use training_state::overflow::{Outcome, OverflowState};
 use training_state::plan::MeasuredRates;
 use training_state::ranks::Ranks;
-use training_state::run::ModelFiles;
+use training_state::run::{ModelFiles, RunState};
 use training_state::trace::Trace;
 
 /// State of a run in its training loop. All ranks make the same decisions from what they tell each other once a step; the price is that each rank
@@ -102,6 +102,21 @@ impl StepOutputs {
     }
 }
 
+/// Warns of a run of epochs that will end after more or less of the data.
+fn warn_of_missed_epochs(
+    settings: &RunSettings,
+    data: Option<&Data>,
+    state: &RunState,
+    progress: &Progress,
+) {
+    let windows = data.map(Data::windows);
+    let missed =
+        windows.and_then(|windows| settings.missed_epochs(windows, state.step, state.next_sample));
+    if let Some(missed) = missed {
+        progress.say(&format!("warning: {missed}"));
+    }
+}
+
 impl Training {
     /// Opens the outputs of an open run. Completes the last start's line of metrics if it is missing.
     ///
@@ -129,12 +144,7 @@ impl Training {
             let progress = progress
                 .telling(reports.wall_clock_breakdown)
                 .with_flops(flops(&settings, &run.plan));
-            let windows = data.as_ref().map(Data::windows);
-            if let Some(missed) = windows
-                .and_then(|windows| settings.missed_epochs(windows, state.step, state.next_sample))
-            {
-                progress.say(&format!("warning: {missed}"));
-            }
+            warn_of_missed_epochs(&settings, data.as_ref(), state, &progress);
             // A step without a line is told again: what the monitors have of it goes.
             let told_samples = (state.next_sample).saturating_sub(u64::from(last < state.step));
             let monitors = Monitors::open(reports, told_samples)?;
