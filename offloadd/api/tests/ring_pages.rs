@@ -220,7 +220,7 @@ fn the_bytes_of_the_pages_never_change() {
     assert_eq!(&pages[..8], b"OFFLRING");
     assert_eq!(
         [u32_at(8), u32_at(12), u32_at(16), u32_at(20)],
-        [7, 8, 77, 0]
+        [8, 8, 77, 0]
     );
     // submission tail, head, completion tail, head
     assert_eq!([128, 256, 384, 512].map(u32_at), [1, 1, 2, 1]);
