@@ -178,16 +178,22 @@ def test_a_configuration_of_deepspeed_makes_both(tmp_path):
     engine.run.close()
 
 
+def rates_of(settings, optimizer):
+    """The rates of the groups after each of six steps of a new schedule."""
+    schedule, rates = schedule_of(settings, optimizer), []
+    for _ in range(6):
+        optimizer.step()
+        schedule.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    return rates
+
+
 def test_a_configured_schedule_keeps_the_ratio_of_the_rates_of_a_scripts_groups():
     model = model_of()
     optimizer, settings = ours(model), settings_of({"scheduler": CONFIG["scheduler"]})
     # The second one finds rates that the first one has brought to 0.
     for _ in range(2):
-        schedule, rates = schedule_of(settings, optimizer), []
-        for _ in range(6):
-            optimizer.step()
-            schedule.step()
-            rates.append([group["lr"] for group in optimizer.param_groups])
+        rates = rates_of(settings, optimizer)
         assert rates[0] < rates[2] < rates[-1] == pytest.approx([1e-2, 2e-2, 5e-3])
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -198,15 +204,8 @@ def test_a_configured_schedule_that_follows_another_begins_with_the_same_rate(ki
     model = model_of()
     settings = settings_of({"scheduler": {"type": kind, "params": {"total_num_steps": 4, "warmup_num_steps": 2}}})
     for optimizer in ours(model), torch.optim.AdamW(model.parameters(), lr=1e-2):
-        found = []
-        for _ in range(2):
-            schedule, rates = schedule_of(settings, optimizer), []
-            for _ in range(6):
-                optimizer.step()
-                schedule.step()
-                rates.append([group["lr"] for group in optimizer.param_groups])
-            found.append(rates)
-        assert found[0] == found[1] and max(rates)[0] == pytest.approx(1e-2)
+        first, second = rates_of(settings, optimizer), rates_of(settings, optimizer)
+        assert first == second and max(second)[0] == pytest.approx(1e-2)
 
 
 @pytest.mark.parametrize(

@@ -11,29 +11,10 @@ from torch import nn
 
 import offloadd
 from test_runs import config
+from toy import Blocks
 
 SEEDS = range(400 if os.environ.get("OFFLOADD_ALL_CASES") else 16)
 STEPS = 8
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Script:
@@ -42,7 +23,7 @@ class Script:
     def __init__(self, kind, seed, path):
         torch.manual_seed(seed)
         chosen, self.kind = random.Random(seed), kind
-        self.model, self.held, self.saved, self.weights, self.schedule, self.run, self.inputs = Net(), None, None, None, None, None, 0
+        self.model, self.held, self.saved, self.weights, self.schedule, self.run, self.inputs = Blocks(6, 3), None, None, None, None, None, 0
         self.params = list(self.model.parameters())
         at, given = chosen.randrange(1, len(self.params)), {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.05}
         groups = [{"params": self.params[:at]}, {"params": self.params[at:], "lr": 3e-3, "weight_decay": 0.0}]

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
 import offloadd
 import offloadd._reentry
 from test_muon import same
 from test_runs import config
+from toy import Blocks
 
 PACKAGE = str(pathlib.Path(offloadd.__file__).parent)
 # Places between two signals: a prime, so that loops are met at different places.
@@ -22,32 +22,12 @@ STRIDE = 1 if os.environ.get("OFFLOADD_ALL_CASES") else 29
 WARM = 3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(4, 2)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class Script:
     """A training whose steps depend on their number alone."""
 
     def __init__(self, kind, path):
         torch.manual_seed(0)
-        self.model, self.number, self.run = Net(), 0, None
+        self.model, self.number, self.run = Blocks(4, 2), 0, None
         given = {"lr": 1e-2, "eps": 1e-3}
         if kind.startswith("offloadd.optim"):
             self.optimizer = offloadd.optim.AdamW(self.model.parameters(), overlap_backward="overlap" in kind, **given)

@@ -20,6 +20,30 @@ def tensor_at(address, elems, dtype):
     return torch.frombuffer((ctypes.c_uint8 * bytes_).from_address(address), dtype=dtype)
 
 
+class Residual(nn.Module):
+    """Two matrices around a tanh, and a residual."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 8), nn.Linear(8, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Three blocks and a head."""
+
+    def __init__(self, width, outputs):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Residual(width) for _ in range(3)), nn.Linear(width, outputs)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class FakeCore:
     """Keeps units in tensors and refuses whatever was not announced, as the engine's core does."""
 

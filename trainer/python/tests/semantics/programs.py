@@ -512,30 +512,26 @@ def _looks(s):
         s.note(s.model.blocks[2](torch.ones(1, 16)))
 
 
-def _while_weights_come(s, handler):
-    """A signal comes while a block's weights come, once."""
+def _after_one(s, handler, owner_of, name):
+    """A signal comes where the engine has called a function of its own, once."""
 
     def begin(send):
         s.step(2)
         if s.run is not None:
-            memory = s.run.engine.gathering.memory
-            plain, left = memory.ready, [send]
-            memory.ready = lambda unit: [plain(unit), left and left.pop()()]
+            owner = owner_of(s.run.engine.gathering)
+            plain, left = getattr(owner, name), [send]
+            setattr(owner, name, lambda one: [plain(one), left and left.pop()()])
 
     _signalled(s, handler, begin)
+
+
+def _while_weights_come(s, handler):
+    _after_one(s, handler, lambda gathering: gathering.memory, "ready")
 
 
 def _where_a_pass_begins(s, handler):
-    """A signal comes where the engine is told the order of a pass."""
-
-    def begin(send):
-        s.step(2)
-        if s.run is not None:
-            order = s.run.engine.gathering.order
-            plain, left = order._announce, [send]
-            order._announce = lambda ops: [plain(ops), left and left.pop()()]
-
-    _signalled(s, handler, begin)
+    """The engine has been told the order of a pass."""
+    _after_one(s, handler, lambda gathering: gathering.order, "_announce")
 
 
 failing.refused("a handler of a signal that saves, where a pass begins", "set a flag", lambda s: _where_a_pass_begins(s, lambda s: s.model.state_dict()))
