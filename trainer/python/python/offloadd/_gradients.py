@@ -232,10 +232,11 @@ class Gradients:
         """Gives `param.grad` what stands for gradients that have come, that a script has made zero, or that plain PyTorch would still have of an earlier
         step."""
         siblings, self.applied = BackwardGradients(self.read, self._content), False
+        without_sums = self._zeroed | self._partial
         with AS_TENSORS():
             for param in self._gathering.params:
                 square_sum = self.square_sums.get(id(param))
-                if square_sum is None and id(param) not in self._zeroed | self._partial:
+                if square_sum is None and id(param) not in without_sums:
                     continue
                 # As in plain PyTorch, what a script holds goes on to be the gradient while backwards add to it.
                 held = self._shown.get(id(param), lambda: None)()
