@@ -118,7 +118,7 @@ const TRAINING: &[Key] = &[
     key("optimizer.params.momentum", Used, "decay of Muon's momentum; 0.95 when left out"),
     key("optimizer.params.ns_method", RefusedBut(&["\"standard\""]), "leave it out: the iteration is that of torch.optim.Muon"),
     key("optimizer.params.adam_w_mode", Used, "false with a weight decay is refused: weight decay inside the gradient is not supported, use AdamW; true when left out"),
-    key("optimizer.params.torch_adam", Used, "true: with AdamW a weight_decay that is left out is torch.optim.AdamW's, 0.01; the update is the same"),
+    key("optimizer.params.torch_adam", Used, "if true, a weight_decay that is left out is 0.01 with AdamW, as in torch.optim.AdamW; the update is the same"),
     key("optimizer.params.fp32_optimizer_states", RefusedBut(&["true"]), "leave it out: optimizer.moments says how moments are stored").package(RefusedBut(&["true"]), "leave it out: offloadd.moments says how moments are stored"),
     key("optimizer.params.bias_correction", RefusedBut(&["true"]), "leave it out: bias correction is always applied"),
     key("optimizer.params.amsgrad", Refused, "leave it out: DeepSpeed's own Adam refuses it too"),
