@@ -65,15 +65,15 @@ static void expect(const char *what, Buffer<Type> &found, size_t i, double expec
     if (!(fabs(found[i] - expected) <= tolerance)) fail(what, i, found[i], expected);
 }
 
-static u32 threads_for(u32 columns, u32 lanes, u32 chunks) {
+static u32 threads_for(u32 columns, u32 lanes, u32 chunks, u32 most) {
     u32 threads = (columns / lanes + 32 * chunks - 1) / (32 * chunks) * 32;
-    return threads < 32 ? 32 : threads > 512 ? 512 : threads;
+    return threads < 32 ? 32 : threads > most ? most : threads;
 }
 
 template <class Type, int N>
 static void check_norm(u32 rows, u32 columns, bool with_other, size_t shift) {
     const char *name = N == 1 ? "norm, each" : "norm, wide";
-    u32 threads = threads_for(columns, N, KEPT), threads_backward = threads_for(columns, N, KEPT_BACKWARD);
+    u32 threads = threads_for(columns, N, KEPT, 512), threads_backward = threads_for(columns, N, KEPT_BACKWARD, 1024);
     size_t elems = (size_t)rows * columns;
     Buffer<Type> x(elems, 2.0, shift), added(elems, 1.0, shift), weight(columns, 1.5, shift), sum(elems, 0, shift),
         out(elems, 0, shift);

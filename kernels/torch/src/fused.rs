@@ -18,13 +18,19 @@ const WARP_LANES: usize = 32;
 const BLOCK_THREADS: usize = 256;
 /// Threads of a block of `sum_parts`.
 const SUM_THREADS: usize = 1024;
-/// Most threads of a norm's block: each may have 128 registers, which its chunks take.
-const NORM_THREADS_MAX: usize = 512;
-/// Accesses of a thread of a norm's block to a row of each operand, as in the source: forward and backward.
-const NORM_CHUNKS: [usize; 2] = [4, 2];
+/// How wide the blocks of a norm's forward are.
+const NORM: RowBlock = RowBlock {
+    chunks: 4,
+    threads_max: 512,
+};
+/// And those of its backward.
+const NORM_BACKWARD: RowBlock = RowBlock {
+    chunks: 1,
+    threads_max: 1024,
+};
 /// Most parts into which rows are cut when a weight's gradient is summed over them: enough blocks for any GPU, while
 /// the parts (fp32) stay small beside the rows.
-const NORM_PARTS_MAX: usize = 768;
+const NORM_PARTS_MAX: usize = 512;
 /// Threads for a row of logits: 8 passes over a vocabulary of 32,000.
 const LOSS_THREADS: usize = 512;
 /// Bytes of the widest access.
@@ -42,6 +48,24 @@ pub struct FusedKernels {
     gated: Variants,
     gated_backward: Variants,
     cross_entropy: Variants,
+}
+
+/// A block of threads that works on one row at a time, as the source has it.
+struct RowBlock {
+    /// Accesses of a thread to a row of each operand.
+    chunks: usize,
+    /// So that a thread has registers for its chunks.
+    threads_max: usize,
+}
+
+impl RowBlock {
+    /// Threads for a row of `columns` elements, `lanes` in an access.
+    fn threads(&self, columns: usize, lanes: usize) -> usize {
+        (columns / lanes)
+            .div_ceil(self.chunks)
+            .next_multiple_of(WARP_LANES)
+            .clamp(WARP_LANES, self.threads_max)
+    }
 }
 
 /// The variants of a kernel: per kind, with wide accesses or without.
@@ -122,7 +146,7 @@ impl FusedKernels {
             matrix(&output),
         ];
         let (function, lanes) = self.rms_norm.pick(kind, columns, &addresses);
-        let threads = row_threads(columns, lanes, NORM_CHUNKS[0]);
+        let threads = NORM.threads(columns, lanes);
         let mut args: Vec<Arg> = addresses.map(Arg::Ptr).into();
         args.extend([
             Arg::Ptr(self.operand(&scale, Kind::Float, rows)),
@@ -168,7 +192,7 @@ impl FusedKernels {
             columns,
             &[wide[0], wide[1], wide[2], wide[3], beside],
         );
-        let threads = row_threads(columns, lanes, NORM_CHUNKS[1]);
+        let threads = NORM_BACKWARD.threads(columns, lanes);
         let args = [
             Arg::Ptr(wide[0]),
             Arg::Ptr(wide[1]),
@@ -446,14 +470,6 @@ fn accesses(count: usize) -> Arg {
         "fewer than 2^32 accesses of a micro-batch"
     );
     Arg::U32(count as u32)
-}
-
-/// Threads for a norm's row of `columns` elements, of which each has `chunks` with `lanes` elements.
-fn row_threads(columns: usize, lanes: usize, chunks: usize) -> usize {
-    (columns / lanes)
-        .div_ceil(chunks)
-        .next_multiple_of(WARP_LANES)
-        .clamp(WARP_LANES, NORM_THREADS_MAX)
 }
 
 fn size(tensor: &Tensor, dimension: usize) -> usize {
