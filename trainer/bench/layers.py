@@ -78,9 +78,10 @@ def measure(args, env, layers):
     sets = [word for one in args.set for word in ("--set", one)]
     row = {"layers": layers}
     try:
-        with drives_of(args, env, layers, directory, sets) as (drives, enter):
+        plan = planned(args, env, layers, directory, sets)
+        with drives_of(args, plan) as (drives, enter):
             text = text_of(args, layers, directory, drives)
-            plan, watched, lines = groups.train(args.bin, env, directory, text, sets, args.steps, args.timeout, enter)
+            _, watched, lines = groups.train(args.bin, env, directory, text, sets, args.steps, args.timeout, enter)
             if len(lines) <= WARM_STEPS:
                 raise groups.RowFailed(f"status {watched.status}: {' '.join(watched.said.split()[-60:])}")
     except (groups.RowFailed, testdrives.DriveError) as why:
@@ -98,16 +99,21 @@ def measure(args, env, layers):
     return row
 
 
+def planned(args, env, layers, directory, sets):
+    """The plan with as many drives as there are, also where a test drive is two directories. It needs no directory that exists."""
+    run = directory / "plan.toml"
+    count = args.testdrives or len(args.directory)
+    run.write_text(text_of(args, layers, directory, [f"/nonexistent/{number}" for number in range(count)]))
+    return groups.planned(args.bin, env, run, sets)
+
+
 @contextlib.contextmanager
-def drives_of(args, env, layers, directory, sets):
+def drives_of(args, plan):
     """Directories for the tiles, and what makes a command one under the drives' limits."""
     if not args.testdrives:
         yield args.directory, None
         return
-    # The plan needs no directory that exists.
-    run = directory / "run.toml"
-    run.write_text(text_of(args, layers, directory, [f"/nonexistent/{number}" for number in range(args.testdrives)]))
-    size_bytes = int(groups.planned(args.bin, env, run, sets)["device_bytes"] / args.testdrives * 1.1) + (1 << 30)
+    size_bytes = int(plan["device_bytes"] / args.testdrives * 1.1) + (1 << 30)
     drives = testdrives.create(args.testdrives, size_bytes, *rows.DRIVE_RATES, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
     try:
         yield drives, testdrives.enter
@@ -123,10 +129,7 @@ def computed(args, env, found):
     step_s = first["step_s"] + layer_s * (layers - first["layers"])
     directory = args.out / f"{args.model}-{layers}"
     directory.mkdir(exist_ok=True)
-    run = directory / "run.toml"
-    count = args.testdrives or len(args.directory)
-    run.write_text(text_of(args, layers, directory, [f"/nonexistent/{number}" for number in range(count)]))
-    plan = groups.planned(args.bin, env, run, [word for one in args.set for word in ("--set", one)])
+    plan = planned(args, env, layers, directory, [word for one in args.set for word in ("--set", one)])
     tflops = 6 * plan["parameters"] * plan["tokens_per_step"] / step_s / 1e12
     print(
         f"{layers} layers, computed: {step_s:.2f} s a step ({layer_s:.4f} s a layer), {plan['bound']['s']:.2f} s planned; {plan['parameters'] / 1e9:.1f} G parameters, "
