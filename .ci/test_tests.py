@@ -501,7 +501,7 @@ class Figures(unittest.TestCase):
             (self.faults(results=[row for row in results if row["row"] != "nvme1"]), ["results.json has no row `nvme1`"]),
             (
                 self.faults(benchmarks=benchmarks.replace("### Smaller GPUs", "### Smaller")),
-                [f'0 rows "6.74 G, {size} GiB" below "Smaller GPUs"' for size in (80, 24)],
+                [f'0 rows "6.74 G, {size} GiB; ' for size in (80, 24)],
             ),
             (self.faults(readme=readme.replace("| one drive |", "| a drive |")), ["no row of SOURCES", 'no row "one drive"']),
         ):

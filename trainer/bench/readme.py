@@ -23,22 +23,22 @@ GPU = "NVIDIA H200"
 # row in results.json, or a heading of trainer/bench/MEASUREMENTS.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
-        ["resident", "resident"],
-        ["pytorch-compiled-kept", "pytorch-compiled-kept", "pytorch-compiled"],
+        ["resident"],
+        ["pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
-    "[products in fp8]": [[("Products in 8 bits", "6.74 G")], [], []],
+    "[products in fp8]": [[("Products in 8 bits", "6.74 G, 13 of 32")], [], []],
     "host memory, no state on the GPU": [
         [("A part of the state in GPU memory", "host memory (`offload.gpu_resident_fraction = 0`)"), "host"],
         ["fsdp-cpu-kept"],
         ["deepspeed-cpu-zero2-compiled", "deepspeed-cpu-kept"],
     ],
     "host memory, 262 k": [
-        [("Many tokens a step", "262 k |")],
+        [("Many tokens a step", "262 k, commit 2f351821")],
         [("Many tokens a step", "262 k |")],
         [("Many tokens a step", "262 k, peers"), ("Many tokens a step", "262 k |")],
     ],
-    "6.74 billion parameters, the H200": [[("Smaller GPUs", "6.74 G, 80 GiB"), ("Smaller GPUs", "6.74 G, 24 GiB")], [], []],
+    "6.74 billion parameters, the H200": [[("Smaller GPUs", "6.74 G, 80 GiB; commit 2f351821"), ("Smaller GPUs", "6.74 G, 24 GiB; commit 2f351821")], [], []],
     "13.0; 32.8": [[("13.0 billion parameters on one GPU", "2026-11-30, 764a607a"), ("32.8 billion parameters on one GPU", "64 k")], [], []],
     "one drive": [["nvme1"], [], ["deepspeed-nvme1"]],
     "four drives": [["nvme4", "nvme4"], [], ["deepspeed-nvme4"]],
