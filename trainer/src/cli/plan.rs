@@ -87,7 +87,7 @@ struct MachineArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     gpu_memory: Option<u64>,
     /// Number of drives with the read and write rate of each, for example 2x6.2GB/s:3.2GB/s; by default what
-    /// the run measured.
+    /// the run measured. Checkpoints are written at the rate of one of them.
     #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
     drives: Option<Drives>,
     /// Read rate of all drives together, for example 6.2GB/s.

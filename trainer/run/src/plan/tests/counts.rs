@@ -309,3 +309,17 @@ fn each_of_several_directories_is_said_to_take_a_file() {
     );
     assert!(text.contains(&files), "{text}");
 }
+
+#[test]
+fn a_checkpoint_is_written_at_the_rate_of_one_of_the_drives_that_are_given() {
+    let settings = large("cpu", "cpu", &[]);
+    let machine = Overrides {
+        drives_count: Some(4),
+        ..h200(4.0)
+    };
+    let text = plan(&settings, &machine).to_string();
+    assert!(
+        text.contains(" to write one at 3.20 GB/s (given)"),
+        "{text}"
+    );
+}
