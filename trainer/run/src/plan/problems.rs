@@ -21,7 +21,7 @@ use training_state::store::StoreError;
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error(transparent)]
-    Swapper(#[from] SwapperError),
+    Swapper(SwapperError),
     #[error(transparent)]
     Dir(#[from] DirError),
     #[error(transparent)]
@@ -30,6 +30,19 @@ pub enum PlanError {
     Store(#[from] StoreError),
     #[error("{0}")]
     Refused(Problem),
+}
+
+impl From<SwapperError> for PlanError {
+    fn from(error: SwapperError) -> Self {
+        match error {
+            SwapperError::StagingTooSmall { needed_bytes, .. } => Self::Refused(Problem::new(
+                ProblemKind::Settings,
+                error.to_string(),
+                format!("set offload.staging_bytes = {needed_bytes} or more, or \"auto\""),
+            )),
+            error => Self::Swapper(error),
+        }
+    }
 }
 
 /// A reason why a run cannot start.

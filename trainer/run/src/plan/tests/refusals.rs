@@ -194,3 +194,17 @@ fn advice_that_is_followed_leads_to_a_plan() {
     let others = named.iter().any(|key| *key != "train.seq_len");
     assert!(others && named.contains(&"train.seq_len"), "{named:?}");
 }
+
+#[test]
+fn too_little_staging_is_refused_with_the_key_and_what_is_enough() {
+    let with = |bytes: u64| {
+        let settings = large("nvme", "nvme", &[("offload.staging_bytes", json!(bytes))]);
+        let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
+        Plan::new(&settings, hardware).map_err(|error| error.to_string())
+    };
+    let text = with(1 << 20).expect_err("too little");
+    let enough = number_for("offload.staging_bytes", &text).unwrap_or_else(|| panic!("{text}"));
+    assert!(text.ends_with(" or more, or \"auto\""), "{text}");
+    with(enough as u64).expect("enough");
+    with(enough as u64 - 1).expect_err("too little");
+}
