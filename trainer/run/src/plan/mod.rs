@@ -40,6 +40,7 @@ use crate::computation::{AttentionKernel, Checkpointing};
 use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{UnitLayout, unit_layouts};
 
+pub use advice::Advice;
 pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
@@ -153,6 +154,8 @@ pub struct Plan {
     /// File systems that a start writes to; empty until [`Plan::check_space`].
     pub space: Vec<FileSystem>,
     problems: Vec<Problem>,
+    /// What to change if the run needs more memory than there is; `None` if nothing helps.
+    pub advice: Option<Advice>,
     /// Settings that the plan chose, with reasons.
     choices: Vec<Choice>,
 }
@@ -167,10 +170,7 @@ impl Plan {
     /// The swapper cannot work with the settings: tiles are too large, or staging is too small.
     pub fn new(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let mut plan = Self::unadvised(settings, hardware)?;
-        for problem in &mut plan.problems {
-            let fits = advice::what_fits(problem, settings, &plan.hardware);
-            problem.change = fits.unwrap_or(std::mem::take(&mut problem.change));
-        }
+        plan.advise(settings);
         Ok(plan)
     }
 
@@ -239,6 +239,7 @@ impl Plan {
             hardware,
             space: Vec::new(),
             problems: Vec::new(),
+            advice: None,
             choices: Vec::new(),
         };
         plan.checkpoints = plan.checkpoints_of(settings);
@@ -280,6 +281,12 @@ impl Plan {
             + self.compute.away_bytes
             + self.copy_bytes
             + self.checkpoint_buffer_bytes()
+    }
+
+    /// Host memory of all processes of this node.
+    pub fn node_host_bytes(&self) -> u64 {
+        self.host_bytes()
+            .saturating_mul(u64::from(self.local_ranks))
     }
 
     /// Host memory that tiles pass through on their way to and from a GPU that has them without a store.
