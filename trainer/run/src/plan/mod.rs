@@ -81,6 +81,8 @@ pub struct Plan {
     pub formats: TileFormats,
     /// Bytes of the slots for the state of each unit.
     state_bytes: Vec<u64>,
+    /// Host memory of all processes of this node.
+    node_host_bytes: u64,
     /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
@@ -204,6 +206,7 @@ impl Plan {
             units,
             formats,
             state_bytes,
+            node_host_bytes: 0,
             compute: ComputeMemory::default(),
             checkpointing: Checkpointing::default(),
             attention: AttentionKernel::Torch,
@@ -245,6 +248,7 @@ impl Plan {
         plan.checkpoints = plan.checkpoints_of(settings);
         let mut plan = plan.chosen(settings, staging)?;
         plan.checkpoints = plan.checkpoints_of(settings);
+        plan.node_host_bytes = plan.count_node_host_bytes()?;
         plan.problems = problems::find(&plan, settings);
         Ok(plan)
     }
@@ -285,8 +289,27 @@ impl Plan {
 
     /// Host memory of all processes of this node.
     pub fn node_host_bytes(&self) -> u64 {
-        self.host_bytes()
-            .saturating_mul(u64::from(self.local_ranks))
+        self.node_host_bytes
+    }
+
+    /// Adds the host memory of the processes of this node: the first rank has the most tiles, and may have the largest.
+    fn count_node_host_bytes(&self) -> Result<u64, PlanError> {
+        let processes = u64::from(self.local_ranks);
+        let tiles = self.streamed();
+        if tiles.local().len() <= 1 || self.lives_in_gpu() {
+            return Ok(self.host_bytes().saturating_mul(processes));
+        }
+        let of_rank = |rank| {
+            let tiles = SwapperSettings {
+                rank,
+                ..tiles.clone()
+            };
+            Ok(tiles.plan()?.host_bytes())
+        };
+        let first: u64 = of_rank(tiles.rank)?;
+        let beside = self.host_bytes().saturating_sub(first);
+        let all: Result<u64, PlanError> = tiles.local().map(of_rank).sum();
+        Ok(all?.saturating_add(beside.saturating_mul(processes)))
     }
 
     /// Host memory that tiles pass through on their way to and from a GPU that has them without a store.
