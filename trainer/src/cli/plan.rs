@@ -8,10 +8,11 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use swapper::Daemon;
 use training_run::AskTorch;
+use training_run::config::RunSettings;
 use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Overrides, PlacesTable, Question, REPORT_VERSION, Refusal,
+    Beginning, Drives, Hardware, Overrides, PlacesTable, Plan, Question, REPORT_VERSION, Refusal,
     RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
 };
 use training_state::plan::parse_memory;
@@ -191,9 +192,11 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
         );
     }
     let places = compare_places(&settings, &hardware);
+    let fits = places.iter().any(|place| place.fits);
     if args.json {
         let report = json!({
             "version": REPORT_VERSION,
+            "fits": fits,
             "parameters": model.params_count(),
             "tokens_per_step": settings.step_tokens(),
             "gradient_accumulation_steps": settings.batch.micro_batches,
@@ -204,7 +207,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
             "places": places,
         });
         outln!("{}", serde_json::to_string_pretty(&report)?);
-        return Ok(());
+        return checked(fits, &settings, hardware);
     }
     outln!(
         "model     {:.2} G parameters, {} tokens in a step, {} {}{}",
@@ -223,7 +226,17 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
     );
     outln!("{hardware}");
     out(format_args!("{}", PlacesTable(&places)));
-    Ok(())
+    checked(fits, &settings, hardware)
+}
+
+/// Refuses a run that fits in no place.
+fn checked(fits: bool, settings: &RunSettings, hardware: Hardware) -> anyhow::Result<()> {
+    if fits {
+        return Ok(());
+    }
+    let plan = Plan::new(settings, hardware)?;
+    let change = (plan.problems().first()).map_or("", |problem| problem.change.as_str());
+    anyhow::bail!("the run fits in none of these places: {change}")
 }
 
 fn print_run(run: DryRun, json: bool) -> anyhow::Result<()> {
