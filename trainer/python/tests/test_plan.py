@@ -154,6 +154,36 @@ def test_the_command_says_that_host_memory_is_too_small_and_fails(llama, tmp_pat
     assert capsys.readouterr().err.endswith("are available: give --nvme DIR\n")
 
 
+def test_the_command_plans_for_another_machine(llama, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("nvme", tmp_path, gradients="auto"), "bf16": {"enabled": True}}))
+
+    def planned(*more):
+        status = main(["plan", str(path), "--params", "1e7", *more])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    drives = "reads at 12.40 GB/s, writes at 6.40 GB/s (given)"
+    assert drives in planned("--drives", "2x6.2GB/s:3.2GB/s")[1]
+    assert drives in planned("--read", "12.4GB/s", "--write", "6.4GB/s")[1]
+    assert "reads at 12.40 GB/s (given), writes at 3.20 GB/s (assumed)" in planned("--read", "12.4GB/s")[1]
+    status, out, _ = planned("--host-memory", "1TiB")
+    assert status == 0 and "; 1.0 TiB available" in out and "gradients 0 B" not in out
+    # It decides what is kept there, too.
+    status, out, err = planned("--host-memory", "1MiB")
+    assert status == 1 and "; 1.0 MiB available" in out and "gradients 0 B" in out and "of host memory, 1.0 MiB are available" in err
+    for more, why in (
+        (("--drives", "2"), "expected a count and the read and write rate of each drive"),
+        (("--read", "6.2"), "add a unit, such as 6.2GB/s"),
+        (("--host-memory", "24"), "such as 24GiB"),
+        (("--drives", "2x6GB/s:3GB/s", "--read", "6GB/s"), "leave one of them out"),
+    ):
+        status, _, err = planned(*more)
+        assert status == 1 and why in err, err
+    assert main(["plan", str(llama), "--drives", "2x6GB/s:3GB/s"]) == 1
+    assert "this plan has no state on drives: give --nvme DIR" in capsys.readouterr().err
+
+
 def test_the_command_plans_few_trained_parameters_beside_a_frozen_model(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))

@@ -12,10 +12,10 @@ use training_run::config::RunSettings;
 use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Overrides, PlacesTable, Plan, Question, REPORT_VERSION, Refusal,
-    RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
+    Beginning, Hardware, Overrides, PlacesTable, Plan, Question, REPORT_VERSION, Refusal,
+    RunLength, compare_places, read_model,
 };
-use training_state::plan::parse_memory;
+use training_state::plan::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 use training_state::run::{RunId, resolved};
 use training_state::store::StoreError;
 

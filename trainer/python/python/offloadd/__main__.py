@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from . import _chat, _generate, _offloadd
-from ._config import settings_of
+from ._config import Settings, settings_of
 from ._errors import Error
 from ._experts import Experts
 from ._gpu_plan import computed, gpu_plan, gpu_plan_in_place
 from ._memory import GpuDevice
 from ._nodes import guess
-from ._plan import NO_INPUTS, Plan
+from ._plan import NO_INPUTS, Machine, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
@@ -50,6 +50,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--batch", type=positive, help="sequences that a GPU computes together (1)")
     plan.add_argument("--ranks", type=positive, metavar="N", help="processes of one machine that train together, each with a GPU of its own (1)")
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
+    plan.add_argument("--host-memory", metavar="SIZE", help="host memory that the run is to fit into, such as 128GiB (what this machine has available)")
+    plan.add_argument(
+        "--drives", metavar="NxREAD:WRITE", help="number of drives with the rates of each, such as 2x6.2GB/s:3.2GB/s (what the run measured, or assumed ones)"
+    )
+    plan.add_argument("--read", metavar="RATE", help="read rate of all drives together, such as 6.2GB/s, in place of --drives")
+    plan.add_argument("--write", metavar="RATE", help="write rate of all drives together, such as 3.2GB/s")
     plan.add_argument(
         "--activations", choices=["gpu", "cpu", "nvme"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)"
     )
@@ -137,7 +143,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     on_bus = 0 if on_gpu is None else on_gpu.up_bytes
     directory = (given.run_dir or settings.run_dir or settings.default_dir).absolute()
     inputs = NO_INPUTS if of_step is None else of_step.inputs(settings.micro_batches or 1)
-    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs)
+    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs, machine=_machine(given, settings))
     if by_name_alone:
         plan.to_drives = "give --nvme DIR"
     if on_gpu is not None:
@@ -164,6 +170,21 @@ def _check_gpu_options(given: argparse.Namespace) -> None:
         if (value := getattr(given, name)) is not None:
             name = f"--{name.replace('_', '-')}"
             raise Error(f"{name} {value}: GPU memory is planned for sequences of a length: give --seq-len too")
+
+
+def _machine(given: argparse.Namespace, settings: Settings) -> Machine:
+    """The machine that is planned for, as far as it is given."""
+    for name in ("drives", "read", "write"):
+        if (value := getattr(given, name)) is not None and settings.device != "nvme":
+            raise Error(f"--{name} {value}: this plan has no state on drives: {'give --nvme DIR' if given.nvme is None else 'leave it out'}")
+    if given.drives is not None and (given.read is not None or given.write is not None):
+        raise Error(f"--drives {given.drives}: has the rates of drives, as --read and --write have: leave one of them out")
+    read, write = (None, None) if given.drives is None else _offloadd.parse_drives(given.drives)
+    return Machine(
+        None if given.host_memory is None else _offloadd.parse_memory(given.host_memory),
+        read if given.read is None else _offloadd.parse_rate(given.read),
+        write if given.write is None else _offloadd.parse_rate(given.write),
+    )
 
 
 def _gpu_bytes(given: argparse.Namespace) -> Optional[int]:

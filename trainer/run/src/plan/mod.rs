@@ -11,7 +11,6 @@
 //! runs.
 
 mod advice;
-mod amount;
 mod checkpoints;
 mod choices;
 mod figures;
@@ -41,7 +40,6 @@ use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{UnitLayout, unit_layouts};
 
 pub use advice::Advice;
-pub use amount::{Drives, parse_count, parse_drives, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name};
