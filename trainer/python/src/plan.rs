@@ -144,12 +144,14 @@ impl Outlook {
         let on_bus = plan.bus_bytes > 0 || plan.update_gpu.is_some();
         let bus_bytes_per_s = bus_bytes_per_s(on_bus.then(first_link).flatten());
         let last = MetricsFile::last(&plan.run_dir);
+        // Equal ranks of a node share its drives.
+        let ranks = settings.local().len() as f64;
         let Bound { s, wall, .. } = bound(
             settings.schedule,
             &bytes,
             &StepRates {
-                read_bytes_per_s,
-                write_bytes_per_s,
+                read_bytes_per_s: read_bytes_per_s / ranks,
+                write_bytes_per_s: write_bytes_per_s / ranks,
                 staging_bytes: (memory.staging_bytes() + memory.scratch_slot_bytes()) as f64,
                 forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),

@@ -184,6 +184,18 @@ def test_the_command_plans_for_another_machine(llama, tmp_path, capsys):
     assert "this plan has no state on drives: give --nvme DIR" in capsys.readouterr().err
 
 
+def test_ranks_of_a_machine_share_the_rates_of_its_drives(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))
+
+    def bound(ranks, *more):
+        assert main(["plan", str(path), "--params", "1e8", "--drives", "1x1GB/s:100MB/s", "--ranks", ranks, *more]) == 0
+        return float(re.search(r"bound +([\d.]+) s a (?:step|pass), limited by device", capsys.readouterr().out)[1])
+
+    for more in ((), ("--train", "none")):
+        assert bound("4", *more) == pytest.approx(bound("1", *more), rel=0.1)
+
+
 def test_the_command_plans_few_trained_parameters_beside_a_frozen_model(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))

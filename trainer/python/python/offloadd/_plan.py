@@ -141,9 +141,9 @@ class Plan:
 
     @property
     def read_s(self) -> Optional[float]:
-        """Least seconds in which drives read what a pass of forward needs of this rank's tiles; None without drives."""
+        """Least seconds in which drives read what a pass of forward needs of the tiles of this machine's ranks; None without drives."""
         f = self.figures
-        return f["forward_read_bytes"] / f["read_bytes_per_s"] if f["device_bytes"] else None
+        return self.local_ranks * f["forward_read_bytes"] / f["read_bytes_per_s"] if f["device_bytes"] else None
 
     def check(self) -> None:
         """Raises `NoSpace` where the drives have too little space."""
