@@ -30,6 +30,9 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB";
 
+/// Tokens of a sequence of a model without a run.
+const SEQ_LEN: u64 = 2048;
+
 /// Arguments of `trainer plan`.
 #[derive(Args)]
 pub struct PlanArgs {
@@ -58,9 +61,9 @@ struct AskedArgs {
     /// files.
     #[arg(long, value_name = "config.json")]
     model: Option<PathBuf>,
-    /// Tokens in a sequence.
-    #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
-    seq_len: u64,
+    /// Tokens in a sequence; by default 2048, or the most that the model has positions for.
+    #[arg(long, value_name = "N", requires = "model")]
+    seq_len: Option<u64>,
     /// Sequences that each process computes at a time.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     micro_batch: u64,
@@ -172,7 +175,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
     let asked = &args.asked;
     let model = read_model(path)?;
     let question = Question {
-        seq_len: asked.seq_len,
+        seq_len: (asked.seq_len).unwrap_or(SEQ_LEN.min(model.max_position_embeddings as u64)),
         micro_batch: asked.micro_batch,
         micro_batches: asked.accumulation,
         fp32: asked.fp32,

@@ -80,15 +80,15 @@ impl Plan {
             false => "",
         };
         for problem in &mut self.problems {
-            let least = match problem.kind {
-                ProblemKind::GpuMemory => &search.least_gpu,
-                ProblemKind::HostMemory => &search.least_host,
+            let (least, memory) = match problem.kind {
+                ProblemKind::GpuMemory => (&search.least_gpu, "GPU memory"),
+                ProblemKind::HostMemory => (&search.least_host, "host memory"),
                 _ => continue,
             };
             problem.change = match (&found, least) {
                 (Some(advice), _) => advice.sentence(),
                 (None, Some((bytes, words))) => format!(
-                    "no other place of the state, smaller micro-batch or shorter sequence makes the run fit; the least that one of them takes is {}, with {}{divides}",
+                    "no other place of the state, smaller micro-batch or shorter sequence makes the run fit; the least that one of them takes is {} of {memory}, with {}{divides}",
                     ApproxBytes(*bytes),
                     text(words)
                 ),

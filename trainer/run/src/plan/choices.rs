@@ -500,6 +500,8 @@ impl Plan {
         if more_blocks > 0 {
             let (more, blocks) = (checkpointing_name(level.more()), self.units.len() - 2);
             why += &format!(", and {more_blocks} of {blocks} blocks keep what \"{more}\" does");
+        } else if level == ActivationCheckpointing::Full {
+            why = "GPU memory has no room to keep what would not be recomputed then".to_owned();
         }
         self.chose(
             "train.activation_checkpointing",

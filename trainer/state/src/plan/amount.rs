@@ -42,11 +42,14 @@ pub fn parse_drives(text: &str) -> Result<Drives, String> {
         )
     };
     let (count, rates) = match text.split_once('x') {
+        None if text.trim() == "0" => (0, text),
         Some((count, rates)) => (count.trim().parse().map_err(|_| wrong())?, rates),
         None => (1, text),
     };
     if !(1..=DRIVES_MAX).contains(&count) {
-        return Err(wrong());
+        return Err(format!(
+            "\"{text}\": expected 1 to {DRIVES_MAX} drives; a run without drives needs no rates of them"
+        ));
     }
     let (read, write) = rates.split_once(':').ok_or_else(wrong)?;
     Ok(Drives {
@@ -91,6 +94,10 @@ mod tests {
             "2x6:3",
         ] {
             assert!(parse_drives(wrong).is_err(), "{wrong}");
+        }
+        for none in ["0", "0x6GB/s:3GB/s"] {
+            let error = parse_drives(none).unwrap_err();
+            assert!(error.contains("without drives needs no rates"), "{error}");
         }
         assert_eq!(parse_count("2M"), Ok(2_000_000));
         assert!(parse_count("0").is_err());

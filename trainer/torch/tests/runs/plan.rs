@@ -413,6 +413,10 @@ fn a_configuration_alone_is_enough_for_a_plan() {
         text.contains("cannot read the model's configuration /nonexistent/config.json"),
         "{text}"
     );
+    // A model with fewer positions than sequences have by default is planned with all it has.
+    let short = format!("{configs}/GPT-2-XL.json");
+    let text = succeed(ask(&["--model", &short, "--host-memory", "1TiB"]));
+    assert!(text.contains(", 1024 tokens in a step, "), "{text}");
     let text = fail(ask(&["--model", &model, "--seq-len", "8192"]));
     assert!(
         text.contains("more than the model's max_position_embeddings = 4096"),

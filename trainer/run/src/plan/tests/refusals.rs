@@ -22,7 +22,7 @@ fn a_run_that_does_not_fit_is_refused_with_what_to_change() {
     };
     let text = refused(&large("cpu", "cpu", &[]), &tiny_gpu);
     assert!(
-        text.contains("makes the run fit; the least that one of them takes is 2.4 GiB, with train.seq_len = 128 and train_micro_batch_size_per_gpu = 1"),
+        text.contains("makes the run fit; the least that one of them takes is 2.4 GiB of GPU memory, with train.seq_len = 128 and train_micro_batch_size_per_gpu = 1"),
         "{text}"
     );
     let small_host = Overrides {
