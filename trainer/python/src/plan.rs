@@ -52,6 +52,12 @@ pub(crate) fn parse_memory(text: &str) -> PyResult<u64> {
     training_state::plan::parse_memory(text).map_err(Error::new_err)
 }
 
+/// A count such as `7000000000` or `7B`, at least 1.
+#[pyfunction]
+pub(crate) fn parse_count(text: &str) -> PyResult<u64> {
+    training_state::plan::parse_count(text).map_err(Error::new_err)
+}
+
 /// The bytes a second of a rate such as `6.2GB/s`.
 #[pyfunction]
 pub(crate) fn parse_rate(text: &str) -> PyResult<f64> {

@@ -184,6 +184,18 @@ def test_the_command_plans_for_another_machine(llama, tmp_path, capsys):
     assert "this plan has no state on drives: give --nvme DIR" in capsys.readouterr().err
 
 
+def test_a_number_of_parameters_is_read_as_people_write_it(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    for text in ("2e6", "2M", "2000000", "0.002B"):
+        assert main(["plan", str(path), "--params", text]) == 0
+        assert "model     2.00 M parameters" in capsys.readouterr().out
+    for text in ("nan", "inf", "many", "7 billion"):
+        with pytest.raises(SystemExit):
+            main(["plan", str(path), "--params", text])
+        assert "expected a count such as" in capsys.readouterr().err
+
+
 def test_ranks_of_a_machine_share_the_rates_of_its_drives(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))
@@ -392,9 +404,9 @@ PLANNED = {
 TOO_SMALL = {
     "--gpu-memory 1MiB --lora 4 --batch 9": ({}, 1 << 30, "a step with gradient checkpointing takes ", "1.0 MiB are available: take --mlp-chunks 4 (what is "),
     "--lora 4": ({}, 100, "100.0 KiB are available: take --quantize nf4 (weights "),
-    "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", " or take --activations cpu (activations "),
+    "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", ", --activations cpu (activations ", " or "),
     "--train none": ({}, 100, "a step takes ", "take --quantize nf4 (weights "),
-    "--batch 9": ({}, 100, "take --loss-chunks 4 (logits ", " or take --activations cpu (activations "),
+    "--batch 9": ({}, 100, "take --loss-chunks 4 (logits ", ", --activations cpu (activations ", " or "),
     "--batch 9 --mlp-chunks 2 --activations cpu": ({}, 100, "take --loss-chunks 4 (logits "),
     "--batch 9 --mlp-chunks 2 --loss-chunks 2 --activations cpu": ({}, 100, "take fewer or shorter sequences at a time (what is computed "),
     "--batch 1": ({"offload_optimizer": {"device": "cpu"}}, 1, 'zero_optimization.offload_param.device = "cpu" (weights '),

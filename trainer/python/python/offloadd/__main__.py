@@ -40,11 +40,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     plan.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive for the state, with MODEL")
     plan.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
-    plan.add_argument("--params", type=float, help="number of parameters, such as 7e9")
+    plan.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 7e9 or 7B")
     plan.add_argument("--train", choices=["none", "lora", "all"], help="what is trained (all; lora with --lora; none with --quantize)")
     beside = plan.add_mutually_exclusive_group()
     beside.add_argument("--lora", type=int, metavar="RANK", help="the model is frozen, and adapters of this rank beside its linear layers are trained")
-    beside.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it")
+    beside.add_argument("--trainable", type=_count, metavar="N", help="the model is frozen, and N parameters are trained beside it")
     plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
     plan.add_argument("--batch", type=positive, help="sequences that a GPU computes together (1)")
@@ -94,6 +94,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
+def _count(text: str) -> int:
+    """A number of an option, with an exponent or a unit."""
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return _offloadd.parse_count(text)
+    except Error as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _plan(given: argparse.Namespace) -> Plan:
     # A model is planned with its state in host memory, or on the drives of --nvme.
     by_name_alone, ranks = _is_model(given.config), given.ranks or 1
@@ -117,7 +129,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     if given.units is not None and given.model:
         raise Error(f"--units {given.units} says how many blocks a model given by --params has: leave it out")
     with torch.device("meta"):
-        model = by_name(given.model) if given.model else by_size(int(given.params), _BLOCKS if given.units is None else given.units)
+        model = by_name(given.model) if given.model else by_size(given.params, _BLOCKS if given.units is None else given.units)
         trains = _sketch(model, given, settings.units or None)
     dtype = given.dtype or settings.precision or (by_name_alone and getattr(model.config, "dtype", None)) or "float32"
     cast(model, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
@@ -208,7 +220,7 @@ def _sketch(model: nn.Module, given: argparse.Namespace, wanted: Optional[Sequen
     if given.lora is not None:
         adapt(model, given.lora)
     elif given.trainable is not None:
-        freeze(model, int(given.trainable), wanted)
+        freeze(model, given.trainable, wanted)
     return train != "none"
 
 
