@@ -333,6 +333,11 @@ fn host_memory_of_a_node_is_that_of_its_ranks_where_they_differ() {
         let beside = ranks * (plan.host_bytes() - of_rank(0));
         assert_eq!(plan.node_host_bytes(), all + beside, "{device}, {ranks}");
         assert_eq!(plan.report().host.node_bytes, all + beside);
+        let line = format!(
+            "; all {ranks} processes of the node {}\n",
+            ApproxBytes(all + beside)
+        );
+        assert!(plan.to_string().contains(&line), "{plan}");
     }
     // A budget that holds the ranks as they are is enough.
     let with = |budget: Option<u64>| {
