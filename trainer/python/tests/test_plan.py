@@ -605,6 +605,7 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         *(((llama, *more), f"{more[0]} {more[1]}: GPU memory is planned for sequences") for more in (("--gpu-memory", "3GiB"), ("--batch", 2))),
         *(((llama, *more), "give --seq-len too") for more in (("--activations", "cpu"), ("--mlp-chunks", 2), ("--loss-chunks", 2))),
         ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
+        ((llama, "--seq-len", 16, "--activations", "nvme"), "--activations nvme: this plan has no state on drives: give --nvme DIR"),
         ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
     ):
         assert main(["plan", *map(str, arguments)]) == 1

@@ -112,6 +112,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     if by_name_alone:
         check_is_model(given.config)
         given.model, place = given.model or given.config, {"device": "cpu"}
+        if given.activations == "nvme" and not given.nvme:
+            raise Error("--activations nvme: this plan has no state on drives: give --nvme DIR")
         if given.nvme:
             place = {"device": "nvme", "nvme_path": list(map(str, given.nvme))}
         settings = settings_of({"zero_optimization": {"offload_param": place}}, schedules=False, ranks=ranks)
