@@ -48,8 +48,8 @@ impl Advice {
             0 => String::new(),
             bytes => format!("{} on drives and ", ApproxBytes(bytes)),
         };
-        let needs_path = |value: &str| value == "\"nvme\"" && self.new_device_bytes > 0;
-        let path = match self.changes.iter().any(|(_, value)| needs_path(value)) {
+        // Each device has a path of its own.
+        let path = match (self.changes.iter()).any(|(_, value)| value == "\"nvme\"") {
             true => ", with an nvme_path",
             false => "",
         };

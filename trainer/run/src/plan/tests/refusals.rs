@@ -224,6 +224,12 @@ fn advice_that_is_followed_leads_to_a_plan() {
         let before = plan(&large(param, optimizer, &changes), &machine);
         let text = format!("{param}, {optimizer}, {given:?}: {:?}", before.problems);
         let advice = before.advice.unwrap_or_else(|| panic!("no advice: {text}"));
+        let says_path = text.contains(", with an nvme_path: the run then fits");
+        let needs_path = advice
+            .changes
+            .iter()
+            .any(|(_, value)| value.contains("nvme"));
+        assert_eq!(says_path, needs_path, "{text}");
         for (key, value) in &advice.changes {
             let value: toml::Table = format!("value = {value}").parse().unwrap();
             let value: Value = serde_json::to_value(&value["value"]).unwrap();
