@@ -18,7 +18,7 @@ pub enum SwapperError {
     },
     /// The staging budget is smaller than two tiles of each kind.
     #[error(
-        "a staging budget of {budget_bytes} bytes is too small: two tiles of each kind need {needed_bytes} bytes; raise it or use smaller tiles"
+        "a staging budget of {budget_bytes} bytes is too small: two tiles of each kind need {needed_bytes} bytes"
     )]
     StagingTooSmall {
         /// Budget in the settings.

@@ -80,6 +80,8 @@ pub enum Command {
     #[command(after_help = cli::init::EXAMPLES)]
     Init(InitArgs),
     /// Show the memory and drive space a run needs and how fast it can be at best. Changes nothing; fails if the run does not fit.
+    ///
+    /// The exit status is 1 if the run does not fit, or with --model, if it fits in no place of the table; 0 if it fits.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
     /// List the keys of a run file with type, default and purpose.

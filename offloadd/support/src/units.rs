@@ -58,7 +58,7 @@ const FRACTION_DIGITS_MAX: usize = 18;
 
 const SIZE: &str = "a size such as 64GiB, 5GB, 1m or 4096 (KiB, MiB, GiB, TiB, k, m, g, t: powers of 1024; KB, MB, GB, TB: powers of 1000)";
 const RATE: &str = "a rate such as 200MB/s, 6.2GB/s or 500MiB/s";
-const COUNT: &str = "a count such as 2000000, 2M or 1.5G";
+const COUNT: &str = "a count such as 2000000, 2M, 1.5G or 7B";
 const TIME: &str = "a time such as 90s, 30min, 1.5h or 1d";
 
 /// Reads a size in bytes: `64GiB`, `5GB`, `1.5m`, `4096`.
@@ -79,13 +79,14 @@ pub fn parse_rate(text: &str) -> Result<u64, UnitError> {
     })
 }
 
-/// Reads a count: `2M`, `1.5G`, `7`.
+/// Reads a count: `2M`, `1.5G`, `7B`, `7`. B is a billion, as in the names of models.
 ///
 /// # Errors
 /// See [`UnitError`].
 pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     parse(text, COUNT, |unit| match unit {
         "" => Some(1),
+        "B" | "b" => Some(1_000_000_000),
         one => power(one).map(|power| 1000_u64.pow(power)),
     })
 }

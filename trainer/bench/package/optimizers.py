@@ -19,9 +19,11 @@ fsdp2          CPUOffloadPolicy, one rank: fp32 parameters in host memory too (t
 zero2          DeepSpeed ZeRO-2, its optimizer in host memory (trainer/bench/deepspeed_peer.py)
 
 A row is a process and a line of JSON, printed when it ends. bound_s, of rows of ours: forward and backward of the row itself (without updates in
-it), then bus_s or memory_s, the longer one: gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned memory;
-what an update reads and writes of host memory, at the rate of a copy there. Updates that begin in backward need not follow it: their bound is the
-longest of the three. On drives, the run's own bound if that is longer. of_the_bound: bound_s / step_s.
+it), then bus_s, memory_s or drive_s, the longest one: gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned
+memory; what an update reads and writes of host memory, at the rate of a copy there; what it writes to drives, and reads of them beyond what staging
+holds, which is read while the model computes. With overlap_commit what staging holds is written in the next step. Clipped updates wait for the norm of
+all gradients, so they follow backward; those that begin in backward need not: their bound is the longest of all. Never less than the run's own bound,
+all bytes at the rates of the drives. of_the_bound: bound_s / step_s.
 """
 
 import argparse
@@ -246,15 +248,36 @@ def bound_of(args, optimizer, params, compute_s, rates):
     to_gpu, from_gpu = rates
     bus_s = max(2 * params / to_gpu, 2 * params / from_gpu) if to_gpu else 0.0
     memory_s = planned.update_bytes(optimizer._run.plan) / host_rate()
-    update_s = max(bus_s, memory_s)
     run = optimizer._run
     last = json.loads((run.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    bound_s = max(compute_s, update_s) if OURS[args.row] else compute_s + update_s
-    found = {"bus_s": bus_s, "memory_s": memory_s, "bound_s": bound_s, "host_gib": last["host_bytes"] / 2**30, "read_bytes": last["device_read_bytes"]}
+    found = {"bus_s": bus_s, "memory_s": memory_s, "host_gib": last["host_bytes"] / 2**30, "read_bytes": last["device_read_bytes"]}
     if args.row.startswith("drive"):
-        found |= {"written_bytes": last["device_written_bytes"], "drive_bound_s": last["bound_s"]}
-        found["bound_s"] = max(found["bound_s"], last["bound_s"])
+        drive_s = drive_time(drive_figures(run), last["device_read_bytes"], last["device_written_bytes"], args.row == "drive-overlap")
+        found |= {"written_bytes": last["device_written_bytes"], "drive_s": drive_s, "drive_bound_s": last["bound_s"]}
+    found["bound_s"] = step_bound(compute_s, [bus_s, memory_s, found.get("drive_s", 0.0)], found.get("drive_bound_s", 0.0), begun=OURS[args.row])
     return found
+
+
+def drive_figures(run):
+    """Figures of the run's plan, with the rates of drives that the run measured when it began."""
+    from offloadd import _offloadd
+
+    return json.loads(_offloadd.plan(run.plan.engine_plan))
+
+
+def drive_time(figures, read_bytes, written_bytes, overlaps_commit):
+    """Seconds in which drives read and write what cannot overlap with forward and backward: an update is read ahead into staging, and what it writes
+    stays there when the commit overlaps with the next step."""
+    staged = figures["staging_bytes"]
+    written_bytes -= staged if overlaps_commit else 0
+    return max(0.0, (read_bytes - staged) / figures["read_bytes_per_s"], written_bytes / figures["write_bytes_per_s"])
+
+
+def step_bound(compute_s, update_s, all_s, begun):
+    """The least seconds of a step whose update takes the longest of `update_s`, after forward and backward unless it is begun in them; `all_s` is that of
+    all bytes of a step on drives, wherever in it they move."""
+    longest = max(update_s)
+    return max(all_s, max(compute_s, longest) if begun else compute_s + longest)
 
 
 if __name__ == "__main__":

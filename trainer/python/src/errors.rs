@@ -92,6 +92,9 @@ pub(crate) fn failed_with(error: &SwapperError) -> PyErr {
                 _ => DeviceFailed::new_err(text),
             }
         }
+        SwapperError::StagingTooSmall { needed_bytes, .. } => Error::new_err(format!(
+            "{text}: set offloadd.staging_bytes = {needed_bytes} or more, or leave it out"
+        )),
         SwapperError::Stalled { .. } => DeviceFailed::new_err(text),
         SwapperError::LayoutChanged { .. } => LayoutChanged::new_err(text),
         SwapperError::Cancelled { .. } | SwapperError::OtherNodes { .. } => RankGone::new_err(text),

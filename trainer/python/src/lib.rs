@@ -754,6 +754,9 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(plan::parse_memory, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::parse_count, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::parse_rate, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::parse_drives, module)?)?;
     module.add_function(wrap_pyfunction!(plan::muon_directions, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::describe_file, module)?)?;

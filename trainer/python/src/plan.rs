@@ -6,7 +6,7 @@ use kernels::gpu::Gpu;
 use offload_support::memory::available_bytes;
 use offload_support::pcie::{self, Link};
 use pyo3::prelude::*;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use swapper::{Bound, Durability, Kind, Layout, StepBytes, StepRates, bound};
 use training_state::metrics::MetricsFile;
 use training_state::plan::assumed::{
@@ -19,12 +19,24 @@ use training_state::store::{StoreFiles, device_file_bytes, is_in_memory};
 use crate::errors::{Error, failed};
 use crate::open::{Plan, swapper_settings};
 
-/// What the run that the JSON text `plan` describes will take, as JSON.
+/// What another machine than this one has.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Machine {
+    host_memory_bytes: Option<u64>,
+    /// Rates of all drives together.
+    read_bytes_per_s: Option<f64>,
+    write_bytes_per_s: Option<f64>,
+}
+
+/// What the run that the JSON text `plan` describes will take, as JSON; on this machine, or as far as the JSON text `machine` says, on that one.
 #[pyfunction]
-#[pyo3(name = "plan")]
-pub(crate) fn of_run(py: Python<'_>, plan: &str) -> PyResult<String> {
-    let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
-    let outlook = py.detach(|| Outlook::new(&plan))?;
+#[pyo3(name = "plan", signature = (plan, machine = "{}"))]
+pub(crate) fn of_run(py: Python<'_>, plan: &str, machine: &str) -> PyResult<String> {
+    let wrong = |error: serde_json::Error| Error::new_err(error.to_string());
+    let plan: Plan = serde_json::from_str(plan).map_err(wrong)?;
+    let machine: Machine = serde_json::from_str(machine).map_err(wrong)?;
+    let outlook = py.detach(|| Outlook::new(&plan, &machine))?;
     Ok(serde_json::to_string(&outlook).expect("figures are plain data"))
 }
 
@@ -38,6 +50,26 @@ pub(crate) fn host_available_bytes() -> Option<u64> {
 #[pyfunction]
 pub(crate) fn parse_memory(text: &str) -> PyResult<u64> {
     training_state::plan::parse_memory(text).map_err(Error::new_err)
+}
+
+/// A count such as `7000000000` or `7B`, at least 1.
+#[pyfunction]
+pub(crate) fn parse_count(text: &str) -> PyResult<u64> {
+    training_state::plan::parse_count(text).map_err(Error::new_err)
+}
+
+/// The bytes a second of a rate such as `6.2GB/s`.
+#[pyfunction]
+pub(crate) fn parse_rate(text: &str) -> PyResult<f64> {
+    training_state::plan::parse_rate(text).map_err(Error::new_err)
+}
+
+/// The bytes a second that drives such as `2x6.2GB/s:3.2GB/s` read and write together.
+#[pyfunction]
+pub(crate) fn parse_drives(text: &str) -> PyResult<(f64, f64)> {
+    let drives = training_state::plan::parse_drives(text).map_err(Error::new_err)?;
+    let all = |rate| rate * drives.count as f64;
+    Ok((all(drives.read_bytes_per_s), all(drives.write_bytes_per_s)))
 }
 
 /// What Muon takes of the GPU that makes matrices with these rows and columns orthogonal: the most memory for one of them, and the bytes that cross
@@ -80,8 +112,9 @@ pub(crate) struct Outlook {
     read_bytes_per_s: f64,
     write_bytes_per_s: f64,
     bus_bytes_per_s: f64,
-    /// Whether the rates were measured when the run last started.
-    measured: bool,
+    /// Each `given`, `measured` when the run last started, or `assumed`.
+    read_source: &'static str,
+    write_source: &'static str,
     bound_s: f64,
     wall: &'static str,
     /// Seconds of the last step in metrics.jsonl, and of its computing.
@@ -94,7 +127,7 @@ pub(crate) struct Outlook {
 }
 
 impl Outlook {
-    pub(crate) fn new(plan: &Plan) -> PyResult<Self> {
+    fn new(plan: &Plan, machine: &Machine) -> PyResult<Self> {
         let settings = swapper_settings(plan)?;
         let memory = settings.plan().map_err(failed)?;
         let layout = settings.cut().map_err(failed)?;
@@ -106,20 +139,25 @@ impl Outlook {
         };
         let drives = plan.nvme.len() as u64;
         let found = MeasuredRates::read(&plan.run_dir).unwrap_or_default();
-        let rates = (found.read_bytes_per_s).zip(found.write_bytes_per_s);
-        let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or((
+        let measured = (found.read_bytes_per_s).zip(found.write_bytes_per_s);
+        let (read, write) = measured.unwrap_or((
             DRIVE_READ_BYTES_PER_S * drives.max(1) as f64,
             DRIVE_WRITE_BYTES_PER_S * drives.max(1) as f64,
         ));
+        let (given_read, given_write) = (machine.read_bytes_per_s, machine.write_bytes_per_s);
+        let read_bytes_per_s = given_read.unwrap_or(read);
+        let write_bytes_per_s = given_write.unwrap_or(write);
         let on_bus = plan.bus_bytes > 0 || plan.update_gpu.is_some();
         let bus_bytes_per_s = bus_bytes_per_s(on_bus.then(first_link).flatten());
         let last = MetricsFile::last(&plan.run_dir);
+        // Equal ranks of a node share its drives.
+        let ranks = settings.local().len() as f64;
         let Bound { s, wall, .. } = bound(
             settings.schedule,
             &bytes,
             &StepRates {
-                read_bytes_per_s,
-                write_bytes_per_s,
+                read_bytes_per_s: read_bytes_per_s / ranks,
+                write_bytes_per_s: write_bytes_per_s / ranks,
                 staging_bytes: (memory.staging_bytes() + memory.scratch_slot_bytes()) as f64,
                 forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
                 backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
@@ -144,7 +182,7 @@ impl Outlook {
             tile_elems: settings.tile_elems,
             shard_elems: units.map(|unit| layout.shard_elems(unit)).collect(),
             host_bytes: memory.host_bytes(),
-            host_available_bytes: available_bytes(),
+            host_available_bytes: machine.host_memory_bytes.or_else(available_bytes),
             resident_bytes: memory.resident_bytes(),
             staging_bytes: memory.staging_bytes(),
             grad_bytes: memory.grad_bytes(),
@@ -162,7 +200,8 @@ impl Outlook {
             read_bytes_per_s,
             write_bytes_per_s,
             bus_bytes_per_s,
-            measured: rates.is_some(),
+            read_source: source(given_read, measured),
+            write_source: source(given_write, measured),
             bound_s: s,
             wall: wall.word(),
             last_step_s: last.as_ref().map(|last| last.step_s),
@@ -170,6 +209,15 @@ impl Outlook {
             problem: problem.map(|problem| problem.to_string()),
             in_memory: plan.nvme.iter().find(|dir| is_in_memory(dir)).cloned(),
         })
+    }
+}
+
+/// Where a rate is from.
+fn source(given: Option<f64>, measured: Option<(f64, f64)>) -> &'static str {
+    match (given, measured) {
+        (Some(_), _) => "given",
+        (None, Some(_)) => "measured",
+        (None, None) => "assumed",
     }
 }
 

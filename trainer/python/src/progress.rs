@@ -99,7 +99,7 @@ pub(crate) struct Reporter {
     schedule: Schedule,
     /// Bytes of a step with one forward and one backward.
     bytes: StepBytes,
-    /// Of all devices together, bytes a second; infinite where unknown.
+    /// This rank's part of those of all devices together, bytes a second; infinite where unknown.
     rates: (f64, f64),
     staging_bytes: u64,
     host_bytes: u64,
@@ -118,11 +118,13 @@ impl Reporter {
         opened: &OpenReport,
         gpu: Option<String>,
     ) -> Self {
+        let (read, write) = opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY));
+        let ranks = settings.local().len() as f64;
         Self {
             gpu,
             schedule: settings.schedule,
             bytes,
-            rates: opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY)),
+            rates: (read / ranks, write / ranks),
             staging_bytes: opened.memory.staging_bytes() + opened.memory.scratch_slot_bytes(),
             host_bytes: opened.memory.host_bytes(),
             resumed: (opened.resumed.as_ref()).map(|_| {

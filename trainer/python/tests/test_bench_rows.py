@@ -14,6 +14,7 @@ BENCH = ROOT / "trainer/bench"
 sys.path += [str(BENCH), str(BENCH / "package")]
 
 import energy  # noqa: E402
+import optimizers  # noqa: E402
 import planned  # noqa: E402
 import rows  # noqa: E402
 
@@ -172,3 +173,17 @@ def test_the_energy_of_a_gpu_is_counted_between_readings():
     steps = [{"gpu_energy_j": joules} for joules in (9.0, 1.0, 2.0)]
     assert energy.middle_joules(steps) == 2.0 and energy.middle_joules([]) is None
     assert energy.middle_joules([*steps, {"step_s": 1.0}]) is None
+
+
+def test_a_clipped_update_on_drives_follows_forward_and_backward():
+    figures = {"staging_bytes": 20, "read_bytes_per_s": 10.0, "write_bytes_per_s": 5.0}
+    drive_s = optimizers.drive_time(figures, 60, 100, overlaps_commit=False)
+    assert drive_s == 20.0
+    # What waits in staging is written in the next step.
+    assert optimizers.drive_time(figures, 60, 100, overlaps_commit=True) == 16.0
+    # What staging has read meanwhile is there when the update begins.
+    assert optimizers.drive_time({**figures, "write_bytes_per_s": 1e9}, 60, 100, overlaps_commit=False) == 4.0
+    # Forward and backward take 7 seconds, the bus 3.
+    assert optimizers.step_bound(7.0, [3.0, drive_s], 20.0, begun=False) == 27.0
+    assert optimizers.step_bound(7.0, [3.0, drive_s], 20.0, begun=True) == 20.0
+    assert optimizers.step_bound(7.0, [3.0, 0.0], 20.0, begun=False) == 20.0

@@ -154,6 +154,60 @@ def test_the_command_says_that_host_memory_is_too_small_and_fails(llama, tmp_pat
     assert capsys.readouterr().err.endswith("are available: give --nvme DIR\n")
 
 
+def test_the_command_plans_for_another_machine(llama, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("nvme", tmp_path, gradients="auto"), "bf16": {"enabled": True}}))
+
+    def planned(*more):
+        status = main(["plan", str(path), "--params", "1e7", *more])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    drives = "reads at 12.40 GB/s, writes at 6.40 GB/s (given)"
+    assert drives in planned("--drives", "2x6.2GB/s:3.2GB/s")[1]
+    assert drives in planned("--read", "12.4GB/s", "--write", "6.4GB/s")[1]
+    assert "reads at 12.40 GB/s (given), writes at 3.20 GB/s (assumed)" in planned("--read", "12.4GB/s")[1]
+    status, out, _ = planned("--host-memory", "1TiB")
+    assert status == 0 and "; 1.0 TiB available" in out and "gradients 0 B" not in out
+    # It decides what is kept there, too.
+    status, out, err = planned("--host-memory", "1MiB")
+    assert status == 1 and "; 1.0 MiB available" in out and "gradients 0 B" in out and "of host memory, 1.0 MiB are available" in err
+    for more, why in (
+        (("--drives", "2"), "expected a count and the read and write rate of each drive"),
+        (("--read", "6.2"), "add a unit, such as 6.2GB/s"),
+        (("--host-memory", "24"), "such as 24GiB"),
+        (("--drives", "2x6GB/s:3GB/s", "--read", "6GB/s"), "leave one of them out"),
+    ):
+        status, _, err = planned(*more)
+        assert status == 1 and why in err, err
+    assert main(["plan", str(llama), "--drives", "2x6GB/s:3GB/s"]) == 1
+    assert "this plan has no state on drives: give --nvme DIR" in capsys.readouterr().err
+
+
+def test_a_number_of_parameters_is_read_as_people_write_it(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    for text in ("2e6", "2M", "2000000", "0.002B"):
+        assert main(["plan", str(path), "--params", text]) == 0
+        assert "model     2.00 M parameters" in capsys.readouterr().out
+    for text in ("nan", "inf", "many", "7 billion"):
+        with pytest.raises(SystemExit):
+            main(["plan", str(path), "--params", text])
+        assert "expected a count such as" in capsys.readouterr().err
+
+
+def test_ranks_of_a_machine_share_the_rates_of_its_drives(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))
+
+    def bound(ranks, *more):
+        assert main(["plan", str(path), "--params", "1e8", "--drives", "1x1GB/s:100MB/s", "--ranks", ranks, *more]) == 0
+        return float(re.search(r"bound +([\d.]+) s a (?:step|pass), limited by device", capsys.readouterr().out)[1])
+
+    for more in ((), ("--train", "none")):
+        assert bound("4", *more) == pytest.approx(bound("1", *more), rel=0.1)
+
+
 def test_the_command_plans_few_trained_parameters_beside_a_frozen_model(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("nvme", tmp_path, gradients="nvme"), "bf16": {"enabled": True}}))
@@ -350,9 +404,9 @@ PLANNED = {
 TOO_SMALL = {
     "--gpu-memory 1MiB --lora 4 --batch 9": ({}, 1 << 30, "a step with gradient checkpointing takes ", "1.0 MiB are available: take --mlp-chunks 4 (what is "),
     "--lora 4": ({}, 100, "100.0 KiB are available: take --quantize nf4 (weights "),
-    "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", " or take --activations cpu (activations "),
+    "--lora 4 --quantize nf4": ({}, 100, "take --mlp-chunks 4 (what is computed ", ", --activations cpu (activations ", " or "),
     "--train none": ({}, 100, "a step takes ", "take --quantize nf4 (weights "),
-    "--batch 9": ({}, 100, "take --loss-chunks 4 (logits ", " or take --activations cpu (activations "),
+    "--batch 9": ({}, 100, "take --loss-chunks 4 (logits ", ", --activations cpu (activations ", " or "),
     "--batch 9 --mlp-chunks 2 --activations cpu": ({}, 100, "take --loss-chunks 4 (logits "),
     "--batch 9 --mlp-chunks 2 --loss-chunks 2 --activations cpu": ({}, 100, "take fewer or shorter sequences at a time (what is computed "),
     "--batch 1": ({"offload_optimizer": {"device": "cpu"}}, 1, 'zero_optimization.offload_param.device = "cpu" (weights '),
@@ -551,6 +605,7 @@ def test_plans_that_contradict_themselves_are_refused(llama, tmp_path, capsys):
         *(((llama, *more), f"{more[0]} {more[1]}: GPU memory is planned for sequences") for more in (("--gpu-memory", "3GiB"), ("--batch", 2))),
         *(((llama, *more), "give --seq-len too") for more in (("--activations", "cpu"), ("--mlp-chunks", 2), ("--loss-chunks", 2))),
         ((path, "--params", 1e6, "--seq-len", 16), "--seq-len: GPU memory is planned for a model by its directory"),
+        ((llama, "--seq-len", 16, "--activations", "nvme"), "--activations nvme: this plan has no state on drives: give --nvme DIR"),
         ((path, "--model", llama, "--nvme", tmp_path), "--nvme belongs to a plan without a configuration"),
     ):
         assert main(["plan", *map(str, arguments)]) == 1

@@ -13,7 +13,7 @@ use training_run::AskTorch;
 use training_run::config::{RunSettings, check};
 use training_run::data::{Corpus, DataError, Frame, length};
 use training_run::plan::{
-    CheckpointsPlan, Hardware, Overrides, Place, Plan, compare_places, read_model,
+    CheckpointsPlan, Hardware, Overrides, Place, PlaceReport, Plan, compare_places, read_model,
 };
 use training_run::weights::{WeightsError, look_for};
 use training_state::run::{RunId, resolved};
@@ -277,28 +277,44 @@ impl Draft<'_> {
                 self.place = best.place;
                 return self.with_plan(hardware, windows);
             }
-            // Other places on drives take as much or more.
-            let on_drives = (found
-                .iter()
-                .filter(|place| place.fits && place.device_bytes > 0))
-            .map(|place| place.device_bytes)
-            .min();
-            let drives = on_drives.map(|bytes| {
+            let on_drives = found.iter().map(|place| place.device_bytes);
+            let on_drives = on_drives.filter(|bytes| *bytes > 0).min();
+            let drives = on_drives.filter(|bytes| *bytes > free).map(|bytes| {
                 format!(
                     "drives: the state takes {}, more than is free in {}: name other directories with --nvme",
                     offload_support::units::ApproxBytes(bytes),
                     self.nvme[0].display()
                 )
             });
-            refused = (found.iter().flat_map(|place| place.refused.clone()))
-                .chain(drives)
-                .collect();
+            let of_place = |place: &PlaceReport| {
+                let lines = place.refused.iter();
+                let lines = lines.map(|line| format!("{}: {line}", place.place.word()));
+                lines.collect::<Vec<_>>()
+            };
+            refused = found.iter().flat_map(of_place).chain(drives).collect();
             self.micro_batch /= 2;
         }
+        self.micro_batch = 1;
         anyhow::bail!(
-            "no run of this model fits this machine:\n  {}",
-            refused.join("\n  ")
+            "no run with {} of {} tokens in a step fits this machine:\n  {}{}",
+            CountOf(self.step_sequences, "sequence"),
+            settings.batch.seq_len,
+            refused.join("\n  "),
+            self.smaller_run(hardware)?
         )
+    }
+
+    /// Says with which options a smaller run fits that keeps its state on the drives; empty if none does.
+    fn smaller_run(&mut self, hardware: Hardware) -> anyhow::Result<String> {
+        self.place = Place::Drives;
+        let plan = Plan::new(&self.settings()?, hardware)?;
+        let Some(advice) = plan.advice else {
+            return Ok(String::new());
+        };
+        let sets = advice.changes.iter();
+        let sets = sets.map(|(key, value)| format!("--set {key}={}", value.replace('"', "")));
+        let sets = sets.collect::<Vec<_>>().join(" ");
+        Ok(format!("\na smaller run fits: trainer init with {sets}"))
     }
 
     /// Returns the run file with its plan as comments.

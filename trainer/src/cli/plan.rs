@@ -8,13 +8,14 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use swapper::Daemon;
 use training_run::AskTorch;
+use training_run::config::RunSettings;
 use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
-    Beginning, Drives, Hardware, Overrides, PlacesTable, Question, REPORT_VERSION, Refusal,
-    RunLength, compare_places, parse_count, parse_drives, parse_rate, read_model,
+    Beginning, Hardware, Overrides, PlacesTable, Plan, Question, REPORT_VERSION, Refusal,
+    RunLength, compare_places, read_model,
 };
-use training_state::plan::parse_memory;
+use training_state::plan::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 use training_state::run::{RunId, resolved};
 use training_state::store::StoreError;
 
@@ -28,6 +29,9 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan RUN.toml --nodes 8 --gpus 8 --network 25GB/s      # one of eight such nodes
   trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB";
+
+/// Tokens of a sequence of a model without a run.
+const SEQ_LEN: u64 = 2048;
 
 /// Arguments of `trainer plan`.
 #[derive(Args)]
@@ -57,9 +61,9 @@ struct AskedArgs {
     /// files.
     #[arg(long, value_name = "config.json")]
     model: Option<PathBuf>,
-    /// Tokens in a sequence.
-    #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
-    seq_len: u64,
+    /// Tokens in a sequence; by default 2048, or the most that the model has positions for.
+    #[arg(long, value_name = "N", requires = "model")]
+    seq_len: Option<u64>,
     /// Sequences that each process computes at a time.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     micro_batch: u64,
@@ -87,7 +91,7 @@ struct MachineArgs {
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     gpu_memory: Option<u64>,
     /// Number of drives with the read and write rate of each, for example 2x6.2GB/s:3.2GB/s; by default what
-    /// the run measured.
+    /// the run measured. Checkpoints are written at the rate of one of them.
     #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
     drives: Option<Drives>,
     /// Read rate of all drives together, for example 6.2GB/s.
@@ -171,7 +175,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
     let asked = &args.asked;
     let model = read_model(path)?;
     let question = Question {
-        seq_len: asked.seq_len,
+        seq_len: (asked.seq_len).unwrap_or(SEQ_LEN.min(model.max_position_embeddings as u64)),
         micro_batch: asked.micro_batch,
         micro_batches: asked.accumulation,
         fp32: asked.fp32,
@@ -191,9 +195,11 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
         );
     }
     let places = compare_places(&settings, &hardware);
+    let fits = places.iter().any(|place| place.fits);
     if args.json {
         let report = json!({
             "version": REPORT_VERSION,
+            "fits": fits,
             "parameters": model.params_count(),
             "tokens_per_step": settings.step_tokens(),
             "gradient_accumulation_steps": settings.batch.micro_batches,
@@ -204,7 +210,7 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
             "places": places,
         });
         outln!("{}", serde_json::to_string_pretty(&report)?);
-        return Ok(());
+        return checked(fits, &settings, hardware);
     }
     outln!(
         "model     {:.2} G parameters, {} tokens in a step, {} {}{}",
@@ -223,7 +229,17 @@ fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<(
     );
     outln!("{hardware}");
     out(format_args!("{}", PlacesTable(&places)));
-    Ok(())
+    checked(fits, &settings, hardware)
+}
+
+/// Refuses a run that fits in no place.
+fn checked(fits: bool, settings: &RunSettings, hardware: Hardware) -> anyhow::Result<()> {
+    if fits {
+        return Ok(());
+    }
+    let plan = Plan::new(settings, hardware)?;
+    let change = (plan.problems().first()).map_or("", |problem| problem.change.as_str());
+    anyhow::bail!("the run fits in none of these places: {change}")
 }
 
 fn print_run(run: DryRun, json: bool) -> anyhow::Result<()> {

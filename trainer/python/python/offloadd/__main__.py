@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from . import _chat, _generate, _offloadd
-from ._config import settings_of
+from ._config import Settings, settings_of
 from ._errors import Error
 from ._experts import Experts
 from ._gpu_plan import computed, gpu_plan, gpu_plan_in_place
 from ._memory import GpuDevice
 from ._nodes import guess
-from ._plan import NO_INPUTS, Plan
+from ._plan import NO_INPUTS, Machine, Plan
 from ._run_dir import delete
 from ._served import check_is_model, positive
 from ._sketch import BITS, adapt, by_name, by_size, cast, freeze, quantize
@@ -40,16 +40,22 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     plan.add_argument("--nvme", type=Path, action="append", metavar="DIR", help="directory on a drive for the state, with MODEL")
     plan.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
-    plan.add_argument("--params", type=float, help="number of parameters, such as 7e9")
+    plan.add_argument("--params", type=_count, metavar="N", help="number of parameters, such as 7e9 or 7B")
     plan.add_argument("--train", choices=["none", "lora", "all"], help="what is trained (all; lora with --lora; none with --quantize)")
     beside = plan.add_mutually_exclusive_group()
     beside.add_argument("--lora", type=int, metavar="RANK", help="the model is frozen, and adapters of this rank beside its linear layers are trained")
-    beside.add_argument("--trainable", type=float, metavar="N", help="the model is frozen, and N parameters are trained beside it")
+    beside.add_argument("--trainable", type=_count, metavar="N", help="the model is frozen, and N parameters are trained beside it")
     plan.add_argument("--quantize", choices=BITS, help="the layers of the model are quantized and frozen, as bitsandbytes does it")
     plan.add_argument("--seq-len", type=positive, metavar="TOKENS", help="plan GPU memory, too, for sequences of this length")
     plan.add_argument("--batch", type=positive, help="sequences that a GPU computes together (1)")
     plan.add_argument("--ranks", type=positive, metavar="N", help="processes of one machine that train together, each with a GPU of its own (1)")
     plan.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 24GiB, which a step is to fit into (what this machine's has free)")
+    plan.add_argument("--host-memory", metavar="SIZE", help="host memory that the run is to fit into, such as 128GiB (what this machine has available)")
+    plan.add_argument(
+        "--drives", metavar="NxREAD:WRITE", help="number of drives with the rates of each, such as 2x6.2GB/s:3.2GB/s (what the run measured, or assumed ones)"
+    )
+    plan.add_argument("--read", metavar="RATE", help="read rate of all drives together, such as 6.2GB/s, in place of --drives")
+    plan.add_argument("--write", metavar="RATE", help="write rate of all drives together, such as 3.2GB/s")
     plan.add_argument(
         "--activations", choices=["gpu", "cpu", "nvme"], help="where inputs of checkpointed blocks wait for their backward (offloadd.activations)"
     )
@@ -88,12 +94,26 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
+def _count(text: str) -> int:
+    """A number of an option, with an exponent or a unit."""
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return _offloadd.parse_count(text)
+    except Error as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _plan(given: argparse.Namespace) -> Plan:
     # A model is planned with its state in host memory, or on the drives of --nvme.
     by_name_alone, ranks = _is_model(given.config), given.ranks or 1
     if by_name_alone:
         check_is_model(given.config)
         given.model, place = given.model or given.config, {"device": "cpu"}
+        if given.activations == "nvme" and not given.nvme:
+            raise Error("--activations nvme: this plan has no state on drives: give --nvme DIR")
         if given.nvme:
             place = {"device": "nvme", "nvme_path": list(map(str, given.nvme))}
         settings = settings_of({"zero_optimization": {"offload_param": place}}, schedules=False, ranks=ranks)
@@ -111,7 +131,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     if given.units is not None and given.model:
         raise Error(f"--units {given.units} says how many blocks a model given by --params has: leave it out")
     with torch.device("meta"):
-        model = by_name(given.model) if given.model else by_size(int(given.params), _BLOCKS if given.units is None else given.units)
+        model = by_name(given.model) if given.model else by_size(given.params, _BLOCKS if given.units is None else given.units)
         trains = _sketch(model, given, settings.units or None)
     dtype = given.dtype or settings.precision or (by_name_alone and getattr(model.config, "dtype", None)) or "float32"
     cast(model, dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
@@ -137,7 +157,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     on_bus = 0 if on_gpu is None else on_gpu.up_bytes
     directory = (given.run_dir or settings.run_dir or settings.default_dir).absolute()
     inputs = NO_INPUTS if of_step is None else of_step.inputs(settings.micro_batches or 1)
-    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs)
+    plan = Plan(settings, directory, in_tiles, guess(0, ranks), bus_bytes=on_bus, on_gpu=of_step is not None, inputs=inputs, machine=_machine(given, settings))
     if by_name_alone:
         plan.to_drives = "give --nvme DIR"
     if on_gpu is not None:
@@ -166,6 +186,21 @@ def _check_gpu_options(given: argparse.Namespace) -> None:
             raise Error(f"{name} {value}: GPU memory is planned for sequences of a length: give --seq-len too")
 
 
+def _machine(given: argparse.Namespace, settings: Settings) -> Machine:
+    """The machine that is planned for, as far as it is given."""
+    for name in ("drives", "read", "write"):
+        if (value := getattr(given, name)) is not None and settings.device != "nvme":
+            raise Error(f"--{name} {value}: this plan has no state on drives: {'give --nvme DIR' if given.nvme is None else 'leave it out'}")
+    if given.drives is not None and (given.read is not None or given.write is not None):
+        raise Error(f"--drives {given.drives}: has the rates of drives, as --read and --write have: leave one of them out")
+    read, write = (None, None) if given.drives is None else _offloadd.parse_drives(given.drives)
+    return Machine(
+        None if given.host_memory is None else _offloadd.parse_memory(given.host_memory),
+        read if given.read is None else _offloadd.parse_rate(given.read),
+        write if given.write is None else _offloadd.parse_rate(given.write),
+    )
+
+
 def _gpu_bytes(given: argparse.Namespace) -> Optional[int]:
     """Memory of the GPU that is planned for: this machine's, unless it is given; None where there is none."""
     if given.gpu_memory is not None:
@@ -187,7 +222,7 @@ def _sketch(model: nn.Module, given: argparse.Namespace, wanted: Optional[Sequen
     if given.lora is not None:
         adapt(model, given.lora)
     elif given.trainable is not None:
-        freeze(model, int(given.trainable), wanted)
+        freeze(model, given.trainable, wanted)
     return train != "none"
 
 

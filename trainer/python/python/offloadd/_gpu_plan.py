@@ -137,11 +137,11 @@ class GpuPlan:
         advice: dict[str, str] = {}
         for name in named:
             if less[name]:
-                advice.setdefault(less[name], f"take {less[name]} ({name} {bytes_text(parts[name])})")
+                advice.setdefault(less[name], f"{less[name]} ({name} {bytes_text(parts[name])})")
         what = (
             f"a step{' with gradient checkpointing' * (known and found is not self.computed.kept)} takes" if known else "weights and buffers of gradients take"
         )
-        return f"{what} {bytes_text(need)} of GPU memory, {bytes_text(self.memory_bytes)} are available: {' or '.join(advice.values()) or 'it is too small'}"
+        return f"{what} {bytes_text(need)} of GPU memory, {bytes_text(self.memory_bytes)} are available: {_choice(list(advice.values()))}"
 
     def lines(self) -> list[str]:
         """For people."""
@@ -282,6 +282,13 @@ def warning_at_start(model: nn.Module, units: Sequence[Unit], modules: Mapping[i
     if need <= available:
         return None
     return f"weights and buffers of gradients take {bytes_text(need)} of GPU memory beside what is computed, {bytes_text(available)} are available: {less}"
+
+
+def _choice(options: Sequence[str]) -> str:
+    """What to take of some options, of which one alone may not be enough."""
+    if not options:
+        return "it is too small"
+    return f"take {', '.join(options)}" + ("", " or both", " or several of them")[min(len(options), 3) - 1]
 
 
 def _fewer_weights(units: Sequence[Unit], fraction: Optional[float]) -> str:

@@ -34,6 +34,18 @@ class PlannedInputs(NamedTuple):
 NO_INPUTS = PlannedInputs()
 
 
+class Machine(NamedTuple):
+    """What a machine has that is planned for; None: what this one has, or what the run measured."""
+
+    host_memory_bytes: Optional[int] = None
+    # Rates of all drives together.
+    read_bytes_per_s: Optional[float] = None
+    write_bytes_per_s: Optional[float] = None
+
+
+THIS_MACHINE = Machine()
+
+
 class Plan:
     """A run's figures; `str` writes them for people."""
 
@@ -48,6 +60,7 @@ class Plan:
         bus_bytes: int = 0,
         on_gpu: bool = False,
         inputs: "PlannedInputs" = NO_INPUTS,
+        machine: Machine = THIS_MACHINE,
     ) -> None:
         self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
         # The directory of this node's part of the run, and the name of its job.
@@ -57,9 +70,9 @@ class Plan:
         self.trains = any(unit.trained for unit in units)
         self.params = sum(unit.numel for unit in units)
         self.engine_plan = json.dumps(
-            engine_plan(settings, run_dir, units, topology, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu, inputs)
+            engine_plan(settings, run_dir, units, topology, gpu.index if gpu is not None else None, tile_elems, bus_bytes, on_gpu, inputs, machine)
         )
-        self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
+        self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan, json.dumps(machine._asdict())))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
         # Inputs of checkpointed blocks, where they are planned.
         self.inputs = inputs
@@ -128,9 +141,9 @@ class Plan:
 
     @property
     def read_s(self) -> Optional[float]:
-        """Least seconds in which drives read what a pass of forward needs of this rank's tiles; None without drives."""
+        """Least seconds in which drives read what a pass of forward needs of the tiles of this machine's ranks; None without drives."""
         f = self.figures
-        return f["forward_read_bytes"] / f["read_bytes_per_s"] if f["device_bytes"] else None
+        return self.local_ranks * f["forward_read_bytes"] / f["read_bytes_per_s"] if f["device_bytes"] else None
 
     def check(self) -> None:
         """Raises `NoSpace` where the drives have too little space."""
@@ -180,7 +193,8 @@ class Plan:
             of = f" (inputs of blocks {bytes_text(self.inputs.moved_bytes)})" if self.inputs.moved_bytes else ""
             of = ", and inputs of blocks, which --seq-len plans" if f["input_bytes"] and not of else of
             lines.append(f"a step    {who}reads {bytes_text(total + self.inputs.moved_bytes)} ({', '.join(reads)}), writes {bytes_text(written)}{of}")
-            rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})"
+            of_reads = f" ({f['read_source']})" * (f["read_source"] != f["write_source"])
+            rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s{of_reads}, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({f['write_source']})"
         counted = "" if f["compute_s"] is not None else "; without the time of forward and backward, which the first step measures"
         lines.append(f"bound     {f['bound_s']:.3g} s a step, limited by {f['wall']}{rates}{counted}")
         if f["last_step_s"] is not None:
@@ -195,12 +209,8 @@ class Plan:
             return [f"bound     {self._bus_bytes / f['bus_bytes_per_s']:.3g} s a pass, limited by bus at {f['bus_bytes_per_s'] / 1e9:.0f} GB/s (assumed)"]
         return [
             f"a pass    reads {bytes_text(f['forward_read_bytes'])}: for the next token of each sequence of a batch",
-            f"bound     {self.read_s:.3g} s a pass, limited by device reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s ({self._source})",
+            f"bound     {self.read_s:.3g} s a pass, limited by device reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s ({f['read_source']})",
         ]
-
-    @property
-    def _source(self) -> str:
-        return "measured" if self.figures["measured"] else "assumed"
 
 
 def engine_plan(
@@ -213,6 +223,7 @@ def engine_plan(
     bus_bytes: int = 0,
     on_gpu: bool = False,
     inputs: "PlannedInputs" = NO_INPUTS,
+    machine: Machine = THIS_MACHINE,
 ) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on; `tile_elems` has the elements of a tile,
     where units depend on them; `bus_bytes` has those of weights and matrices that come to a GPU in a step, where they are planned. `on_gpu`: the model will
@@ -230,6 +241,7 @@ def engine_plan(
         }
         for unit in units
     ]
+    available = machine.host_memory_bytes if machine.host_memory_bytes is not None else _offloadd.host_available_bytes()
     facts = {
         "units": described,
         "ranks": topology.count,
@@ -239,7 +251,7 @@ def engine_plan(
         "on_gpu": on_gpu,
         "on_drives": settings.device == "nvme",
         # What is available says nothing of a quota.
-        "available_bytes": None if settings.socket else _offloadd.host_available_bytes(),
+        "available_bytes": None if settings.socket else available,
         "resident_fraction": settings.resident_fraction,
         "gradients": settings.gradients,
         "staging_bytes": settings.staging_bytes,

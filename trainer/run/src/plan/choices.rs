@@ -288,6 +288,7 @@ impl Plan {
             .host_memory_bytes
             .map_or(u64::MAX, choose::without_host_margin);
         let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
+        // The first rank takes the most.
         free.min(budget) / u64::from(self.local_ranks)
     }
 
@@ -312,6 +313,7 @@ impl Plan {
     fn choose_update_with(&mut self, settings: &RunSettings, adapt: impl Fn(&mut Self)) {
         let wanted = settings.offload.optimizer_device;
         let in_gpu_memory = self.lives_in_gpu();
+        let mut lacks_room = false;
         self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
             // An impossible combination is reported later as a problem.
             (false, _) => OptimizerDevice::Cpu,
@@ -327,6 +329,7 @@ impl Plan {
                     adapt(self);
                     self.set_rates(settings);
                     let has_room = place == OptimizerDevice::Cpu || self.fits_gpu();
+                    lacks_room |= !has_room;
                     if has_room && self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
                         best = (place, self.bound.s);
                     }
@@ -345,8 +348,14 @@ impl Plan {
             ) {
                 (false, ..) => "there is no GPU",
                 (_, true, _) => "the state lives in GPU memory",
-                (.., OptimizerDevice::Cpu) => "no other place makes the step shorter",
-                _ => "it makes the step shorter",
+                (.., OptimizerDevice::Cpu) if lacks_room => {
+                    "GPU memory has no room for an update there"
+                }
+                (.., OptimizerDevice::Cpu) => {
+                    "a step would take as long with the GPU updating, alone or beside the CPU"
+                }
+                (.., OptimizerDevice::Gpu) => "a step is shorter than with the CPU updating",
+                _ => "a step is shorter than with the CPU or the GPU updating alone",
             };
             self.chose(
                 "offload.optimizer_device",
@@ -491,6 +500,8 @@ impl Plan {
         if more_blocks > 0 {
             let (more, blocks) = (checkpointing_name(level.more()), self.units.len() - 2);
             why += &format!(", and {more_blocks} of {blocks} blocks keep what \"{more}\" does");
+        } else if level == ActivationCheckpointing::Full {
+            why = "GPU memory has no room to keep what would not be recomputed then".to_owned();
         }
         self.chose(
             "train.activation_checkpointing",

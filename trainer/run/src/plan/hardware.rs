@@ -244,8 +244,9 @@ impl Hardware {
                 measured.write_bytes_per_s,
                 drives * DRIVE_WRITE_BYTES_PER_S,
             ),
+            // The run directory may be on such a drive, and is on one drive only.
             checkpoint_bytes_per_s: Figure::first_known(
-                None,
+                overrides.write_bytes_per_s.map(|rate| rate / drives),
                 measured.checkpoint_bytes_per_s,
                 DRIVE_WRITE_BYTES_PER_S,
             ),

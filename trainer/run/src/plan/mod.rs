@@ -11,7 +11,6 @@
 //! runs.
 
 mod advice;
-mod amount;
 mod checkpoints;
 mod choices;
 mod figures;
@@ -40,7 +39,7 @@ use crate::computation::{AttentionKernel, Checkpointing};
 use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{UnitLayout, unit_layouts};
 
-pub use amount::{Drives, parse_count, parse_drives, parse_rate};
+pub use advice::Advice;
 pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name};
@@ -80,6 +79,8 @@ pub struct Plan {
     pub formats: TileFormats,
     /// Bytes of the slots for the state of each unit.
     state_bytes: Vec<u64>,
+    /// Host memory of all processes of this node.
+    node_host_bytes: u64,
     /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
@@ -153,6 +154,8 @@ pub struct Plan {
     /// File systems that a start writes to; empty until [`Plan::check_space`].
     pub space: Vec<FileSystem>,
     problems: Vec<Problem>,
+    /// What to change if the run needs more memory than there is; `None` if nothing helps.
+    pub advice: Option<Advice>,
     /// Settings that the plan chose, with reasons.
     choices: Vec<Choice>,
 }
@@ -167,10 +170,7 @@ impl Plan {
     /// The swapper cannot work with the settings: tiles are too large, or staging is too small.
     pub fn new(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let mut plan = Self::unadvised(settings, hardware)?;
-        for problem in &mut plan.problems {
-            let fits = advice::what_fits(problem, settings, &plan.hardware);
-            problem.change = fits.unwrap_or(std::mem::take(&mut problem.change));
-        }
+        plan.advise(settings);
         Ok(plan)
     }
 
@@ -204,6 +204,7 @@ impl Plan {
             units,
             formats,
             state_bytes,
+            node_host_bytes: 0,
             compute: ComputeMemory::default(),
             checkpointing: Checkpointing::default(),
             attention: AttentionKernel::Torch,
@@ -239,11 +240,13 @@ impl Plan {
             hardware,
             space: Vec::new(),
             problems: Vec::new(),
+            advice: None,
             choices: Vec::new(),
         };
         plan.checkpoints = plan.checkpoints_of(settings);
         let mut plan = plan.chosen(settings, staging)?;
         plan.checkpoints = plan.checkpoints_of(settings);
+        plan.node_host_bytes = plan.count_node_host_bytes()?;
         plan.problems = problems::find(&plan, settings);
         Ok(plan)
     }
@@ -280,6 +283,31 @@ impl Plan {
             + self.compute.away_bytes
             + self.copy_bytes
             + self.checkpoint_buffer_bytes()
+    }
+
+    /// Host memory of all processes of this node.
+    pub fn node_host_bytes(&self) -> u64 {
+        self.node_host_bytes
+    }
+
+    /// Adds the host memory of the processes of this node: the first rank has the most tiles, and may have the largest.
+    fn count_node_host_bytes(&self) -> Result<u64, PlanError> {
+        let processes = u64::from(self.local_ranks);
+        let tiles = self.streamed();
+        if tiles.local().len() <= 1 || self.lives_in_gpu() {
+            return Ok(self.host_bytes().saturating_mul(processes));
+        }
+        let of_rank = |rank| {
+            let tiles = SwapperSettings {
+                rank,
+                ..tiles.clone()
+            };
+            Ok(tiles.plan()?.host_bytes())
+        };
+        let first: u64 = of_rank(tiles.rank)?;
+        let beside = self.host_bytes().saturating_sub(first);
+        let all: Result<u64, PlanError> = tiles.local().map(of_rank).sum();
+        Ok(all?.saturating_add(beside.saturating_mul(processes)))
     }
 
     /// Host memory that tiles pass through on their way to and from a GPU that has them without a store.

@@ -68,12 +68,15 @@ impl Place {
         }
     }
 
-    /// Plans the run of `settings` with its state in this place.
+    /// Plans the run of `settings` with its state in this place. What does not fit is advised to change something other than the place.
     ///
     /// # Errors
     /// As [`Plan::new`].
     pub fn plan(self, settings: &RunSettings, hardware: &Hardware) -> Result<Plan, PlanError> {
-        Plan::new(&self.apply_to(settings), hardware.clone())
+        let there = self.apply_to(settings);
+        let mut plan = Plan::unadvised(&there, hardware.clone())?;
+        plan.advise_here(&there);
+        Ok(plan)
     }
 
     /// Returns `settings` with their state in this place, divided among the ranks. The plan chooses what they
@@ -112,7 +115,7 @@ impl Place {
 pub struct PlaceReport {
     pub place: Place,
     pub fits: bool,
-    /// Everything that does not fit, and changes with which it would.
+    /// Everything that does not fit, and changes with which it would fit in this place.
     pub refused: Vec<String>,
     /// Memory of each GPU.
     pub gpu_bytes: u64,
@@ -143,7 +146,7 @@ impl PlaceReport {
             fits: plan.problems().is_empty(),
             refused: plan.problems().iter().map(ToString::to_string).collect(),
             gpu_bytes: plan.gpu_bytes(),
-            host_bytes: plan.host_bytes() * u64::from(plan.local_ranks),
+            host_bytes: plan.node_host_bytes(),
             node_copy_bytes: plan.node_copy_bytes(),
             device_bytes: plan.device_bytes(),
             step_read_bytes: plan.node_bytes.all_read_bytes(),

@@ -10,10 +10,8 @@ use swapper::SwapperError;
 use super::choices::why_no_cudnn;
 use super::hardware::run_job;
 use super::{InputsIn, Plan};
-use crate::computation::{Checkpointing, Matmuls, fp8_refusal};
-use crate::config::{
-    ActivationsChoice, AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings,
-};
+use crate::computation::{Matmuls, fp8_refusal};
+use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{CheckpointError, DirError, resolved};
 use training_state::store::StoreError;
 
@@ -21,7 +19,7 @@ use training_state::store::StoreError;
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error(transparent)]
-    Swapper(#[from] SwapperError),
+    Swapper(SwapperError),
     #[error(transparent)]
     Dir(#[from] DirError),
     #[error(transparent)]
@@ -32,13 +30,26 @@ pub enum PlanError {
     Refused(Problem),
 }
 
+impl From<SwapperError> for PlanError {
+    fn from(error: SwapperError) -> Self {
+        match error {
+            SwapperError::StagingTooSmall { needed_bytes, .. } => Self::Refused(Problem::new(
+                ProblemKind::Settings,
+                error.to_string(),
+                format!("set offload.staging_bytes = {needed_bytes} or more, or \"auto\""),
+            )),
+            error => Self::Swapper(error),
+        }
+    }
+}
+
 /// A reason why a run cannot start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub kind: ProblemKind,
     /// Description with figures.
     pub what: String,
-    /// Remedy.
+    /// Remedy; empty if there is none.
     pub change: String,
 }
 
@@ -57,7 +68,10 @@ pub enum ProblemKind {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.what, self.change)
+        match self.change.as_str() {
+            "" => write!(f, "{}", self.what),
+            change => write!(f, "{}: {change}", self.what),
+        }
     }
 }
 
@@ -168,17 +182,6 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     if needed <= gpu.memory_bytes {
         return None;
     }
-    let change = if plan.lives_in_gpu() {
-        "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
-    } else if plan.checkpointing != Checkpointing::default() {
-        "set train.activation_checkpointing = \"auto\""
-    } else if plan.inputs_in == InputsIn::Place {
-        "set offload.activations = \"auto\""
-    } else if plan.ranks > plan.sequence_ranks {
-        "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps, or raise train.sequence_parallel"
-    } else {
-        "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps"
-    };
     Some(Problem::new(
         ProblemKind::GpuMemory,
         format!(
@@ -186,24 +189,15 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
             ApproxBytes(needed),
             ApproxBytes(gpu.memory_bytes)
         ),
-        change,
+        NO_LESS,
     ))
 }
 
-/// What takes less host memory.
-const LESS_HOST_MEMORY: &str = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or train_micro_batch_size_per_gpu";
+/// Remedy for too little memory, unless [`Plan::advise`] finds one.
+const NO_LESS: &str = "no setting makes the run take less";
 
 fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let needed = plan
-        .host_bytes()
-        .saturating_mul(u64::from(plan.local_ranks));
-    let may_leave = settings.placement.has_store()
-        && plan.inputs_in != InputsIn::Drives
-        && settings.offload.activations != ActivationsChoice::Auto;
-    let change = match may_leave {
-        true => "set offload.activations = \"auto\" or \"nvme\"",
-        false => LESS_HOST_MEMORY,
-    };
+    let needed = plan.node_host_bytes();
     let too_much = |limit: u64, of: &str| {
         (limit < needed).then(|| {
             Problem::new(
@@ -213,7 +207,7 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
                     ApproxBytes(needed),
                     ApproxBytes(limit)
                 ),
-                change,
+                NO_LESS,
             )
         })
     };

@@ -197,7 +197,6 @@ impl Plan {
     pub fn report(&self) -> Report {
         let memory = &self.memory;
         let bytes = self.node_bytes;
-        let ranks = u64::from(self.local_ranks);
         let on_gpu = self.hardware.gpu.is_some();
         Report {
             version: REPORT_VERSION,
@@ -214,7 +213,7 @@ impl Plan {
             hardware: self.hardware.clone(),
             host: HostReport {
                 process_bytes: self.host_bytes(),
-                node_bytes: self.host_bytes() * ranks,
+                node_bytes: self.node_host_bytes(),
                 resident_tile_bytes: self.host_resident_bytes(),
                 staging_bytes: memory.staging_bytes(),
                 grad_bytes: self.host_grad_bytes(),

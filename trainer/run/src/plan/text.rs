@@ -258,7 +258,8 @@ impl Plan {
             }
         }
         if self.local_ranks > 1 {
-            write!(f, "; the node needs {} times this", self.local_ranks)?;
+            let (all, ranks) = (ApproxBytes(self.node_host_bytes()), self.local_ranks);
+            write!(f, "; all {ranks} processes of the node {all}")?;
         }
         Ok(())
     }

@@ -148,6 +148,39 @@ fn init_does_not_put_random_weights_in_the_place_of_weights_that_it_cannot_read(
 }
 
 #[test]
+fn init_says_for_each_place_why_nothing_fits_and_of_none_that_it_would() {
+    let harness = Harness::new();
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../tests/fixtures/hf/llama/config.json"
+    );
+    let config = std::fs::read_to_string(config).unwrap();
+    let mut model: Value = serde_json::from_str(&config).unwrap();
+    // 275 G parameters.
+    model["vocab_size"] = (1 << 22).into();
+    model["hidden_size"] = (1 << 15).into();
+    let path = harness.path("large.json");
+    std::fs::write(&path, model.to_string()).unwrap();
+    // One sequence, so that one micro-batch is tried.
+    let text = harness.path("short");
+    std::fs::write(&text, "one line\n").unwrap();
+    let mut init = harness.run("any", &[]).program();
+    init.arg("init").arg(&path).arg(text);
+    let said = fail({
+        init.args(["--set", "data.tokenizer=bytes", "--out", "large.toml"]);
+        init
+    });
+    for part in [
+        "of 64 tokens in a step fits this machine:\n",
+        "\n  host memory: the run needs ",
+        "\n  drives: the state takes ",
+    ] {
+        assert!(said.contains(part), "{part:?} in {said}");
+    }
+    assert!(!said.contains("the run then fits"), "{said}");
+}
+
+#[test]
 fn a_plan_promises_the_bytes_that_a_step_moves() {
     let harness = Harness::new();
     let run = harness
@@ -336,13 +369,14 @@ fn a_configuration_alone_is_enough_for_a_plan() {
         let found = places.iter().find(|place| place["place"] == name);
         found.unwrap_or_else(|| panic!("no {name} in {report}"))
     };
-    // 14 bytes a parameter on two GPUs exceed 24 GiB each; the message names a change that fits.
+    // 14 bytes a parameter on two GPUs exceed 24 GiB each; the table has the places that fit.
     assert_eq!(place("gpu")["fits"], false);
     let refused = place("gpu")["refused"][0].as_str().unwrap();
     assert!(
-        refused.contains(": the run then fits, with steps of at least "),
+        refused.ends_with(" of GPU memory, but 24.0 GiB is available"),
         "{refused}"
     );
+    assert_eq!(report["fits"], true);
     assert_eq!(place("drives")["fits"], true);
     // 12 bytes a parameter twice, and 1 G tokens in steps of 16,384.
     let device_bytes = place("drives")["device_bytes"].as_f64().unwrap();
@@ -356,11 +390,33 @@ fn a_configuration_alone_is_enough_for_a_plan() {
     );
     assert!(place("drives")["outlook"]["rating_s"].as_f64().unwrap() > 0.0);
 
+    // A script can test whether any place fits, with --json too.
+    let tiny = [
+        "--model",
+        model.as_str(),
+        "--gpu-memory",
+        "1GiB",
+        "--host-memory",
+        "2GiB",
+    ];
+    for more in [&[][..], &["--json"]] {
+        let text = fail(ask(&[&tiny[..], more].concat()));
+        assert!(
+            text.contains("the run fits in none of these places: ")
+                && text.contains("the least that one of them takes is "),
+            "{text}"
+        );
+    }
+
     let text = fail(ask(&["--model", "/nonexistent/config.json"]));
     assert!(
         text.contains("cannot read the model's configuration /nonexistent/config.json"),
         "{text}"
     );
+    // A model with fewer positions than sequences have by default is planned with all it has.
+    let short = format!("{configs}/GPT-2-XL.json");
+    let text = succeed(ask(&["--model", &short, "--host-memory", "1TiB"]));
+    assert!(text.contains(", 1024 tokens in a step, "), "{text}");
     let text = fail(ask(&["--model", &model, "--seq-len", "8192"]));
     assert!(
         text.contains("more than the model's max_position_embeddings = 4096"),

@@ -558,3 +558,38 @@ fn block_inputs_go_to_drives_only_in_a_store_that_was_made_with_room_for_them() 
         assert!(said.contains(part), "{said}");
     }
 }
+
+#[test]
+fn the_reason_for_the_place_of_the_update_says_with_what_it_was_compared() {
+    let why = |gpu_gib: Option<u64>, tflops: f64| {
+        let machine = Overrides {
+            gpu_memory_bytes: Some(gpu_gib.unwrap_or(0) * GIB),
+            tflops: Some(tflops),
+            ..h200(4.0)
+        };
+        let plan = plan(&large("cpu", "cpu", &[]), &machine);
+        let mut choices = plan.choices().iter();
+        let choice = choices.find(|choice| choice.key == "offload.optimizer_device");
+        let choice = choice.expect("a choice").clone();
+        (choice.value, choice.why)
+    };
+    for (gpu_gib, tflops, value, part) in [
+        (None, 305.0, "cpu", "there is no GPU"),
+        (
+            Some(139),
+            1.0,
+            "cpu",
+            "a step would take as long with the GPU updating",
+        ),
+        (
+            Some(139),
+            3000.0,
+            "shared",
+            "a step is shorter than with the CPU or the GPU updating alone",
+        ),
+    ] {
+        let (found, why) = why(gpu_gib, tflops);
+        assert_eq!(found, value, "{why}");
+        assert!(why.contains(part), "{why}");
+    }
+}

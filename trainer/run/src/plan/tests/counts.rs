@@ -309,3 +309,62 @@ fn each_of_several_directories_is_said_to_take_a_file() {
     );
     assert!(text.contains(&files), "{text}");
 }
+
+#[test]
+fn host_memory_of_a_node_is_that_of_its_ranks_where_they_differ() {
+    let muon = ("optimizer", json!({"type": "Muon", "params": {}}));
+    for (device, ranks) in [("cpu", 2), ("cpu", 8), ("nvme", 3), ("nvme", 8)] {
+        // The first rank has the most tiles, and with Muon the larger states of norms.
+        let changes = [
+            muon.clone(),
+            ("train.ranks", json!(ranks)),
+            ("offload.tile_elems", json!(1 << 20)),
+        ];
+        let plan = plan(&large(device, device, &changes), &h200(1.0));
+        let of_rank = |rank| {
+            let swapper = SwapperSettings {
+                rank,
+                ..plan.swapper.clone()
+            };
+            swapper.plan().unwrap().host_bytes()
+        };
+        let all: u64 = (0..ranks).map(of_rank).sum();
+        let ranks = u64::from(ranks);
+        let beside = ranks * (plan.host_bytes() - of_rank(0));
+        assert_eq!(plan.node_host_bytes(), all + beside, "{device}, {ranks}");
+        assert_eq!(plan.report().host.node_bytes, all + beside);
+        let line = format!(
+            "; all {ranks} processes of the node {}\n",
+            ApproxBytes(all + beside)
+        );
+        assert!(plan.to_string().contains(&line), "{plan}");
+    }
+    // A budget that holds the ranks as they are is enough.
+    let with = |budget: Option<u64>| {
+        let mut changes = vec![
+            muon.clone(),
+            ("train.ranks", json!(8)),
+            ("offload.tile_elems", json!(1 << 20)),
+        ];
+        changes.extend(budget.map(|bytes| ("offload.host_memory_bytes", json!(bytes))));
+        plan(&large("cpu", "cpu", &changes), &h200(1.0))
+    };
+    let all = with(None);
+    assert!(all.node_host_bytes() + GIB < 8 * all.host_bytes());
+    with(Some(all.node_host_bytes())).check().unwrap();
+    with(Some(all.node_host_bytes() - 1)).check().unwrap_err();
+}
+
+#[test]
+fn a_checkpoint_is_written_at_the_rate_of_one_of_the_drives_that_are_given() {
+    let settings = large("cpu", "cpu", &[]);
+    let machine = Overrides {
+        drives_count: Some(4),
+        ..h200(4.0)
+    };
+    let text = plan(&settings, &machine).to_string();
+    assert!(
+        text.contains(" to write one at 3.20 GB/s (given)"),
+        "{text}"
+    );
+}

@@ -47,8 +47,11 @@ fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings
         }
     }
     for (path, value) in changes {
-        let (table, key) = path.split_once('.').expect("a table and a key");
-        tree[table][key] = value.clone();
+        let mut place = &mut tree;
+        for key in path.split('.') {
+            place = &mut place[key];
+        }
+        *place = value.clone();
     }
     let ranks = ranks_of(&mut tree);
     check(tree, "test", ranks).expect("settings")

@@ -22,16 +22,17 @@ fn a_run_that_does_not_fit_is_refused_with_what_to_change() {
     };
     let text = refused(&large("cpu", "cpu", &[]), &tiny_gpu);
     assert!(
-        text.contains("lower train_micro_batch_size_per_gpu"),
+        text.contains("makes the run fit; the least that one of them takes is 2.4 GiB of GPU memory, with train.seq_len = 128 and train_micro_batch_size_per_gpu = 1"),
         "{text}"
     );
     let small_host = Overrides {
         host_memory_bytes: Some(8 * GIB),
+        gpu_memory_bytes: Some(5 * GIB),
         ..h200(1.0)
     };
     let text = refused(&large("cpu", "cpu", &[]), &small_host);
     assert!(
-        text.contains("of host memory, but 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
+        text.contains("of host memory, but 8.0 GiB is available: set zero_optimization.offload_optimizer.device = \"nvme\", with an nvme_path: "),
         "{text}"
     );
     let budget = [
@@ -123,19 +124,20 @@ fn advice_names_a_change_with_which_the_run_fits() {
     };
     let text = refused(&in_host, &tight);
     assert!(
-        text.contains("set train_micro_batch_size_per_gpu = 8 with gradient_accumulation_steps = 4: the run then fits"),
+        text.contains("set train_micro_batch_size_per_gpu = 8 and gradient_accumulation_steps = 4: the run then fits"),
         "{text}"
     );
 
     // The advice moves to a drive what must be there; if no place fits, it reduces the work of a step.
     let small_host = Overrides {
         host_memory_bytes: Some(6 * GIB),
+        gpu_memory_bytes: Some(5 * GIB),
         ..h200(1.0)
     };
     let in_host = large("cpu", "cpu", &[]);
     let text = refused(&in_host, &small_host);
     assert!(
-        text.contains("offload_optimizer.device = \"nvme\" with an nvme_path: the run then fits"),
+        text.contains("offload_optimizer.device = \"nvme\", with an nvme_path: the run then fits, with 31.3 GiB on drives and steps of at least "),
         "{text}"
     );
     let tiny = Overrides {
@@ -144,9 +146,160 @@ fn advice_names_a_change_with_which_the_run_fits() {
     };
     let text = refused(&in_host, &tiny);
     assert!(
-        text.contains("set train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = "),
+        text.contains("set train_micro_batch_size_per_gpu = 1: the run then fits"),
         "{text}"
     );
+}
+
+/// Runs with 16 samples in a step, and machines on which they lack memory: devices, other settings, GiB of GPU memory and of host memory.
+const LACKING: [(&str, &str, &str, u64, u64); 12] = [
+    ("none", "none", "{}", 16, 128),
+    ("none", "none", "{}", 8, 12),
+    ("none", "none", r#"{"zero_optimization.stage": 2}"#, 8, 12),
+    ("cpu", "cpu", "{}", 8, 8),
+    ("cpu", "cpu", r#"{"offload.activations": "gpu"}"#, 6, 128),
+    (
+        "cpu",
+        "cpu",
+        r#"{"offload.gpu_resident_fraction": 1.0}"#,
+        6,
+        128,
+    ),
+    ("cpu", "nvme", r#"{"offload.gradients": "cpu"}"#, 8, 4),
+    (
+        "nvme",
+        "nvme",
+        r#"{"offload.staging_bytes": "20GiB"}"#,
+        16,
+        8,
+    ),
+    (
+        "nvme",
+        "nvme",
+        r#"{"offload.resident_fraction": 0.9}"#,
+        16,
+        8,
+    ),
+    (
+        "nvme",
+        "nvme",
+        r#"{"train.activation_checkpointing": "matmuls", "train.micro_batch_group": 16}"#,
+        6,
+        8,
+    ),
+    (
+        "nvme",
+        "nvme",
+        r#"{"train.seq_len": 16384, "model.max_position_embeddings": 16384, "train_micro_batch_size_per_gpu": 1}"#,
+        3,
+        8,
+    ),
+    (
+        "nvme",
+        "nvme",
+        r#"{"train.seq_len": 16384, "model.max_position_embeddings": 16384, "model.vocab_size": 131072, "train_micro_batch_size_per_gpu": 1}"#,
+        5,
+        8,
+    ),
+];
+
+#[test]
+fn advice_that_is_followed_leads_to_a_plan() {
+    let mut named = std::collections::BTreeSet::new();
+    for (param, optimizer, changes, gpu_gib, host_gib) in LACKING {
+        let machine = Overrides {
+            gpu_memory_bytes: Some(gpu_gib * GIB),
+            host_memory_bytes: Some(host_gib * GIB),
+            ..h200(1.0)
+        };
+        let given: serde_json::Map<String, Value> = serde_json::from_str(changes).unwrap();
+        let mut changes: Vec<(&str, Value)> = vec![("offload", json!({}))];
+        changes.push(("gradient_accumulation_steps", json!(16)));
+        changes.push(("train_micro_batch_size_per_gpu", json!(1)));
+        changes.extend(
+            given
+                .iter()
+                .map(|(key, value)| (key.as_str(), value.clone())),
+        );
+        let before = plan(&large(param, optimizer, &changes), &machine);
+        let text = format!("{param}, {optimizer}, {given:?}: {:?}", before.problems);
+        let advice = before.advice.unwrap_or_else(|| panic!("no advice: {text}"));
+        let says_path = text.contains(", with an nvme_path: the run then fits");
+        let needs_path = advice
+            .changes
+            .iter()
+            .any(|(_, value)| value.contains("nvme"));
+        assert_eq!(says_path, needs_path, "{text}");
+        for (key, value) in &advice.changes {
+            let value: toml::Table = format!("value = {value}").parse().unwrap();
+            let value: Value = serde_json::to_value(&value["value"]).unwrap();
+            // What is so already is no advice.
+            let now = changes.iter().rfind(|(path, _)| path == key);
+            assert_ne!(now.map(|(_, now)| now), Some(&value), "{text}");
+            changes.push((key, value));
+            named.insert(*key);
+        }
+        // Without effect where the device is another.
+        for key in [
+            "zero_optimization.offload_param.nvme_path",
+            "zero_optimization.offload_optimizer.nvme_path",
+        ] {
+            changes.push((key, json!(["/nvme0"])));
+        }
+        let after = plan(&large(param, optimizer, &changes), &machine);
+        assert!(after.problems.is_empty(), "{text}: {:?}", after.problems);
+    }
+    let all = [
+        "gradient_accumulation_steps",
+        "offload.activations",
+        "offload.gpu_resident_fraction",
+        "offload.gradients",
+        "offload.resident_fraction",
+        "offload.staging_bytes",
+        "train.activation_checkpointing",
+        "train.seq_len",
+        "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.stage",
+    ];
+    for key in all {
+        assert!(named.contains(key), "{key}: {named:?}");
+    }
+}
+
+#[test]
+fn too_little_staging_is_refused_with_the_key_and_what_is_enough() {
+    let with = |bytes: u64| {
+        let settings = large("nvme", "nvme", &[("offload.staging_bytes", json!(bytes))]);
+        let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
+        Plan::new(&settings, hardware).map_err(|error| error.to_string())
+    };
+    let text = with(1 << 20).expect_err("too little");
+    let enough = number_for("offload.staging_bytes", &text).unwrap_or_else(|| panic!("{text}"));
+    assert!(text.ends_with(" or more, or \"auto\""), "{text}");
+    with(enough as u64).expect("enough");
+    with(enough as u64 - 1).expect_err("too little");
+}
+
+#[test]
+fn advice_keeps_the_state_on_drives_in_host_memory_and_on_the_gpu_if_that_is_faster() {
+    let machine = Overrides {
+        gpu_memory_bytes: Some(12 * GIB),
+        host_memory_bytes: Some(6 * GIB),
+        ..h200(1.0)
+    };
+    let small = [
+        ("offload", json!({})),
+        ("train_micro_batch_size_per_gpu", json!(1)),
+        ("gradient_accumulation_steps", json!(8)),
+    ];
+    let text = refused(&large("none", "none", &small), &machine);
+    for part in [
+        "offload_optimizer.device = \"nvme\" and ",
+        "offload.resident_fraction = \"auto\" and offload.gpu_resident_fraction = \"auto\", with an nvme_path: the run then fits",
+    ] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
 }
 
 /// The number that `text` gives for `key`.
@@ -154,43 +307,4 @@ fn number_for(key: &str, text: &str) -> Option<usize> {
     let rest = text.split(&format!("{key} = ")).nth(1)?;
     let digits = rest.split(|letter: char| !letter.is_ascii_digit()).next()?;
     digits.parse().ok()
-}
-
-#[test]
-fn advice_that_is_followed_leads_to_a_plan() {
-    let small = Overrides {
-        gpu_memory_bytes: Some(16 * GIB),
-        host_memory_bytes: Some(8 * GIB),
-        ..h200(1.0)
-    };
-    let changes = [
-        ("offload.tile_elems", json!(4 << 20)),
-        ("model.vocab_size", json!(1 << 18)),
-        ("model.max_position_embeddings", json!(1 << 16)),
-    ];
-    let mut named = Vec::new();
-    for (seq_len, micro_batch, micro_batches) in [(65536, 4, 8), (65536, 8, 1), (8192, 8, 2)] {
-        let mut settings = large("nvme", "nvme", &changes);
-        let batch = &mut settings.batch;
-        (batch.seq_len, batch.micro_batch) = (seq_len, micro_batch);
-        batch.micro_batches = micro_batches;
-        let text = plan(&settings, &small).problems[0].change.clone();
-        assert!(text.contains("the run then fits"), "{text}");
-        let batch = &mut settings.batch;
-        for (key, value) in [
-            ("train.seq_len", &mut batch.seq_len),
-            ("train_micro_batch_size_per_gpu", &mut batch.micro_batch),
-            ("gradient_accumulation_steps", &mut batch.micro_batches),
-            ("train.mlp_chunks", &mut settings.train.mlp_chunks),
-        ] {
-            if let Some(number) = number_for(key, &text) {
-                *value = number;
-                named.push(key);
-            }
-        }
-        let problems = plan(&settings, &small).problems;
-        assert!(problems.is_empty(), "{text}: {problems:?}");
-    }
-    let others = named.iter().any(|key| *key != "train.seq_len");
-    assert!(others && named.contains(&"train.seq_len"), "{named:?}");
 }

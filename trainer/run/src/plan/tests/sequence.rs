@@ -131,7 +131,7 @@ fn ranks_whose_gpus_have_too_little_memory_are_told_to_divide_sequences() {
             ("train.sequence_parallel", json!(sequence_ranks)),
         ];
         let text = refused(&large("cpu", "cpu", &changes), &tiny);
-        let says = text.contains("or raise train.sequence_parallel");
+        let says = text.contains("A higher train.sequence_parallel");
         assert_eq!(says, told, "{ranks}, {sequence_ranks}: {text}");
     }
 }

@@ -11,8 +11,11 @@ const RATE_BYTES_PER_S_MIN: u64 = 1 << 20;
 /// The message refers to `text`.
 pub fn parse_rate(text: &str) -> Result<f64, String> {
     match rate(text).map_err(|error| error.to_string())? {
+        rate @ ..RATE_BYTES_PER_S_MIN if text.ends_with(|last: char| last.is_ascii_digit()) => Err(
+            format!("`{text}` is {rate} bytes per second; add a unit, such as {text}GB/s"),
+        ),
         rate @ ..RATE_BYTES_PER_S_MIN => Err(format!(
-            "`{text}` is {rate} bytes per second; add a unit, such as {text}GB/s"
+            "`{text}` is {rate} bytes per second, less than any drive or network has; expected a rate such as 6.2GB/s"
         )),
         rate => Ok(rate as f64),
     }
@@ -42,11 +45,14 @@ pub fn parse_drives(text: &str) -> Result<Drives, String> {
         )
     };
     let (count, rates) = match text.split_once('x') {
+        None if text.trim() == "0" => (0, text),
         Some((count, rates)) => (count.trim().parse().map_err(|_| wrong())?, rates),
         None => (1, text),
     };
     if !(1..=DRIVES_MAX).contains(&count) {
-        return Err(wrong());
+        return Err(format!(
+            "\"{text}\": expected 1 to {DRIVES_MAX} drives; a run without drives needs no rates of them"
+        ));
     }
     let (read, write) = rates.split_once(':').ok_or_else(wrong)?;
     Ok(Drives {
@@ -91,6 +97,14 @@ mod tests {
             "2x6:3",
         ] {
             assert!(parse_drives(wrong).is_err(), "{wrong}");
+        }
+        let slow = parse_rate("1MB/s").unwrap_err();
+        assert!(slow.ends_with("such as 6.2GB/s"), "{slow}");
+        let without = parse_rate("6").unwrap_err();
+        assert!(without.ends_with("add a unit, such as 6GB/s"), "{without}");
+        for none in ["0", "0x6GB/s:3GB/s"] {
+            let error = parse_drives(none).unwrap_err();
+            assert!(error.contains("without drives needs no rates"), "{error}");
         }
         assert_eq!(parse_count("2M"), Ok(2_000_000));
         assert!(parse_count("0").is_err());
