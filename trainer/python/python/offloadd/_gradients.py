@@ -255,8 +255,8 @@ class Gradients:
         if self.applied:
             name = self._gathering.name(param)
             raise by_other_optimizer(name) or NotSupported(
-                f"the gradient of {name} after the step, which optimizer.step() makes, and with Accelerate's DeepSpeed plugin accelerator.backward() already: its "
-                "values are gone with the step; read them before, or leave out what uses them, and call zero_grad() to begin anew"
+                f"the gradient of {name} after the step, which optimizer.step() makes, with Accelerate's DeepSpeed plugin accelerator.backward() already: its values "
+                "are gone with the step; read them before, or leave out what uses them, and call zero_grad() to begin anew"
             )
         if content is not self._content:
             raise NotSupported(
