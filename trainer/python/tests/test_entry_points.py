@@ -159,9 +159,14 @@ def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
 
 
 def test_an_error_of_offloadds_ends_in_one_message_and_the_exit_status_says_whose_error_it_was(tmp_path):
+    # A package of the script's may lie in another place than this interpreter's.
+    packages = tmp_path / "lib" / "dist-packages"
+    packages.mkdir(parents=True)
+    (packages / "package_of_another_place.py").write_text("import offloadd\ndef fail():\n    raise offloadd.NotSupported('not here: do that')\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nif sys.argv[1] == 'ours':\n    import offloadd\n    raise offloadd.NotSupported('not here: do that')\nraise ValueError('own')\n"
+        f"import sys\nif sys.argv[1] == 'ours':\n    sys.path.append({str(packages)!r}); import package_of_another_place\n"
+        "    package_of_another_place.fail()\nraise ValueError('own')\n"
     )
     ours = offloadd_run("--nproc", 2, script, "ours")
     assert ours.returncode == 3 and "Traceback" not in ours.stderr, ours.stderr

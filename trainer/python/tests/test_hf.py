@@ -54,7 +54,7 @@ def plain(tmp_path_factory):
 
 @needs_daemon
 @pytest.mark.parametrize("way", ["attach", "deepspeed"])
-def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_changes_no_bit(tmp_path, plain, way):
+def test_trainer_has_the_losses_of_plain_pytorch_and_kills_in_evaluations_change_no_bit(tmp_path, plain, way):
     settings = {**config("nvme", tmp_path), **DEEPSPEED} if way == "deepspeed" else config("nvme", tmp_path, loss_chunks=3)
     expected, weights = plain
     whole = lines_of(start(way, tmp_path / "whole", settings))
@@ -73,21 +73,35 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
             continue
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
-    process = start(way, tmp_path / "killed", settings)
-    for line in process.stdout:
-        if line == "evaluates 6\n":
-            process.kill()
-            break
-    process.communicate()
+    # At the end of the first epoch, and in the middle of the second.
+    for last in (6, 10):
+        process = start(way, tmp_path / "killed", settings)
+        for line in process.stdout:
+            if line == f"evaluates {last}\n":
+                process.kill()
+                break
+        process.communicate()
     end = lines_of(start(way, tmp_path / "killed", settings))
     resumed = next(int(line.split()[1]) for line in end if line.startswith("resumed "))
-    # The commit of step 6 is ordered when the evaluation begins, and the kill may come before its end.
-    assert resumed in (5, 6)
+    # The commit of the step is ordered when the evaluation begins, and the kill may come before its end.
+    assert resumed in (last - 1, last)
     for kind in ("loss", "metric"):
         unbroken = numbers(whole, kind)
         assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > resumed - (kind == "metric")}
     for kind in ("early", "kept", "done"):
         assert [line for line in end if line.startswith(kind)] == [line for line in whole if line.startswith(kind)]
+
+
+@pytest.mark.parametrize("skipped, begins_with", [(0, "step"), (3, "epoch")])
+def test_a_resumed_epoch_has_the_order_it_had_after_a_second_resume_too(tmp_path, skipped, begins_with):
+    randoms = {name: (torch.manual_seed(seed), random_state())[1] for seed, name in enumerate(("epoch", "step", "now"))}
+    trainer = types.SimpleNamespace(_run_epoch=lambda **given: torch.get_rng_state(), _tr_loss=0.0, _total_loss_scalar=0.0)
+    kept = offloadd.hf.TrainerProgress(trainer)
+    kept.load_state_dict({"scheduler": {}, "loss": 0.0, "logged": 0, "asked": [], "epoch_random": randoms["epoch"]})
+    kept.catch_up(types.SimpleNamespace(commits=types.SimpleNamespace(resumed_random=randoms["step"])), tmp_path)
+    drawn_with = trainer._run_epoch(epoch=1, epochs_trained=1, steps_trained_in_current_epoch=skipped)
+    assert torch.equal(drawn_with, randoms[begins_with]["torch"])
+    assert torch.equal(kept._epoch_random["torch"], drawn_with)
 
 
 @needs_daemon

@@ -22,7 +22,7 @@ from . import _finder, _states
 from ._accelerator import get_accelerator
 from ._config import Settings, settings_of
 from ._deepspeed_ranks import answering, barrier, destroy_process_group, get_local_rank, get_rank, get_world_size, init_distributed, is_initialized
-from ._deepspeed_refused import NoAttribute, NoModule, refusal, refused_when_called
+from ._deepspeed_refused import NoAttribute, NoModule, OpBuilder, refusal, refused_when_called
 from ._errors import NotSupported
 from ._initialize import GRADIENT_CLIPPING, TrainingEngine, initialize as _initialize
 from ._schedules import SCHEDULERS
@@ -306,6 +306,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed.ops.adam": _OPTIMIZERS,
     "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam},
     "deepspeed.ops.adam.fused_adam": {"FusedAdam": FusedAdam},
+    "deepspeed.ops.op_builder": dict.fromkeys(("CPUAdamBuilder", "FusedAdamBuilder"), OpBuilder),
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpoint": checkpoint, "configure": configure, "is_configured": is_configured},

@@ -49,7 +49,9 @@ _INSTEAD = {
     "FusedLion": _LION,
     "fused_optimizer": _ADAM,
     "unfused_optimizer": _ADAM,
-    "op_builder": _DRIVES,
+    "op_builder": "nothing is compiled: leave it out",
+    "AsyncIOBuilder": _DRIVES,
+    "GDSBuilder": _DRIVES,
     "aio": _DRIVES,
     "nvme": _DRIVES,
     "zero_to_fp32": "checkpoints have a format of their own: write weights with engine.save_16bit_model or model.save_pretrained",
@@ -70,6 +72,16 @@ class NoModule(NotSupported, ModuleNotFoundError):
 def refusal(name: str) -> str:
     what = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "leave it out, or run the script without offloadd-run")
     return f"{name} is not supported by offloadd, which answers to `import deepspeed` here: {what}; {_DOC}"
+
+
+class OpBuilder:
+    """Stands for a class that compiles DeepSpeed's optimizer, which scripts have done before they train. The engine updates."""
+
+    def load(self, verbose: bool = True) -> "OpBuilder":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoAttribute(refusal(f"deepspeed.ops.op_builder.{name}"))
 
 
 _ENGINES_INSTEAD = {

@@ -16,6 +16,9 @@ STATUS = 3
 _NOT_THE_SCRIPT = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib"))
 _NOT_THE_SCRIPT += (os.path.join(os.path.dirname(os.path.abspath(__file__)), ""), "<")
 
+# Packages also lie in directories of these names elsewhere: the user's, the system's, those of another environment.
+_OF_PACKAGES = ("site-packages", "dist-packages")
+
 _ends_with_our_error = False
 
 
@@ -53,9 +56,9 @@ def _where(trace):
     """The innermost line of the script's own code."""
     found = ""
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_NOT_THE_SCRIPT):
-            found = f"  in {code.co_filename}, line {trace.tb_lineno}\n"
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(_NOT_THE_SCRIPT) and not set(name.split(os.sep)).intersection(_OF_PACKAGES):
+            found = f"  in {name}, line {trace.tb_lineno}\n"
         trace = trace.tb_next
     return found
 

@@ -14,7 +14,7 @@ from ._forwards import in_backward
 from ._gathering import Gathering
 from ._given import take_given
 from ._reentry import not_reentered
-from ._tile_gradients import BackwardGradients, GradientInTile
+from ._tile_gradients import PARTIAL, PARTIAL_OUTSIDE, BackwardGradients, GradientInTile
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
 
@@ -51,8 +51,8 @@ class Gradients:
         self.applied = False
         # Parameters whose gradients a script has made zero: where none come, the step is one with zeros.
         self._zeroed: set[int] = set()
-        # Parameters whose gradients lack what plain PyTorch would still have of an earlier step.
-        self._partial: set[int] = set()
+        # Parameters whose gradients lack what plain PyTorch would still have of an earlier step, and what is said where they are used.
+        self._partial: dict[int, str] = {}
         # The unit whose gradients were read last, and these.
         self._read: Optional[tuple[Unit, torch.Tensor]] = None
 
@@ -131,7 +131,7 @@ class Gradients:
         zeros = {key for key, held in self.handles.items() if held.zero and key not in dropped} | emptied
         # Zeros to which nothing has come change nothing.
         changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.handles.values())
-        self._partial -= dropped | zeros
+        self._partial = {key: why for key, why in self._partial.items() if key not in dropped | zeros}
         # Those go on to be the gradients.
         shown = {key: held for key, held in self._shown.items() if key in zeros}
         if len(dropped | zeros) == len(self.handles) and not given:
@@ -139,7 +139,7 @@ class Gradients:
             self.forget_sums()
         elif self.applied:
             # An error when somebody uses them, and none where zero_grad() comes first: a critic's gradients of the generator's loss.
-            self._partial |= (self.handles.keys() | given.keys()) - dropped - zeros
+            self._partial.update(dict.fromkeys((self.handles.keys() | given.keys()) - dropped - zeros, PARTIAL))
             self.forget_sums()
         elif changed:
             raise NotSupported(
@@ -232,7 +232,7 @@ class Gradients:
         """Gives `param.grad` what stands for gradients that have come, that a script has made zero, or that plain PyTorch would still have of an earlier
         step."""
         siblings, self.applied = BackwardGradients(self.read, self._content), False
-        without_sums = self._zeroed | self._partial
+        without_sums = self._zeroed | self._partial.keys()
         with AS_TENSORS():
             for param in self._gathering.params:
                 square_sum = self.square_sums.get(id(param))
@@ -246,8 +246,8 @@ class Gradients:
                 else:
                     held.begin(square_sum or 0.0, siblings)
                 param.grad = self.handles[id(param)] = held
-                held.partial = id(param) in self._partial
-                held.zero = square_sum is None and not held.partial
+                held.partial = self._partial.get(id(param))
+                held.zero = square_sum is None and held.partial is None
 
     def read(self, param: nn.Parameter, content: Any) -> torch.Tensor:
         """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type. Those of another
@@ -255,7 +255,8 @@ class Gradients:
         if self.applied:
             name = self._gathering.name(param)
             raise by_other_optimizer(name) or NotSupported(
-                f"the gradient of {name} after optimizer.step(): its values are gone with the step; read them before, and call zero_grad() to begin anew"
+                f"the gradient of {name} after the step, which optimizer.step() makes, with Accelerate's DeepSpeed plugin accelerator.backward() already: its values "
+                "are gone with the step; read them before, or leave out what uses them, and call zero_grad() to begin anew"
             )
         if content is not self._content:
             raise NotSupported(
@@ -371,8 +372,12 @@ class Gradients:
             self.drop_half()
         self.forget_sums()
         self.drop()
-        self._partial = self._partial | left if of is not None else set()
-        self._partial -= of or set()
+        if of is None:
+            self._partial = {}
+        else:
+            outside = {id(param): self._gathering.name(param) for param in self._gathering.params if id(param) in left - of}
+            self._partial.update({key: PARTIAL_OUTSIDE.format(name) for key, name in outside.items()})
+            self._partial = {key: why for key, why in self._partial.items() if key not in of}
         if zero and (left or given):
             of = of if of is not None else set(map(id, self._gathering.params))
             self._zeroed = left & of - given.keys()

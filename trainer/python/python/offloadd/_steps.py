@@ -14,7 +14,7 @@ from ._console import say
 from ._directions import give_directions, momentum_step
 from ._errors import Error
 from ._interrupts import Interrupts
-from ._tile_gradients import PARTIAL, GradientInTile
+from ._tile_gradients import GradientInTile
 from ._supported_optimizers import check_added, check_rules, check_settings
 
 # lr, beta1, beta2, eps and weight_decay of updates, each once.
@@ -53,8 +53,8 @@ class Steps:
         scalars, number_of = scalars_of(commits.optimizer, self._muon)
         gradients.settle_changes(given)
         came = {key: held for key, held in gradients.handles.items() if key not in dropped}
-        if any(held.partial for key, held in came.items() if key in number_of):
-            raise Error(PARTIAL)
+        if why := next((held.partial for key, held in came.items() if held.partial and key in number_of), None):
+            raise Error(why)
         scales = self._scales(came)
         norm = math.sqrt(sum(held.square_sum * held.unscaled**2 for held in came.values())) / (commits.reports.loss_scale or 1.0)
         commits.ranks.meet(f"make step {commits.steps_done + 1}")

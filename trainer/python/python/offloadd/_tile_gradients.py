@@ -61,8 +61,8 @@ class GradientInTile(torch.Tensor):
     value: Optional[torch.Tensor]
     # Whether a script has made it zero.
     zero: bool
-    # Whether plain PyTorch would have added it to a gradient that is gone.
-    partial: bool
+    # What an error says where plain PyTorch would have added it to a gradient that is gone.
+    partial: Optional[str]
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, square_sum: float, siblings: BackwardGradients) -> "GradientInTile":
@@ -75,7 +75,7 @@ class GradientInTile(torch.Tensor):
         """A backward has made the gradient, or added to it: nothing has changed it since."""
         self.siblings, self.found_norm, self.square_sum = siblings, None, square_sum
         self.scale, self.scaled, self.unscaled = UNSCALED, False, 1.0
-        self.value, self.zero, self.partial = None, False, False
+        self.value, self.zero, self.partial = None, False, None
         # Last: the others look at those.
         siblings.handles.append(weakref.ref(self))
 
@@ -95,7 +95,7 @@ class GradientInTile(torch.Tensor):
         value = value.detach()
         # Of another gradient its values, and not its handle.
         value = value.clone() if isinstance(value, GradientInTile) else value
-        self.value, self.found_norm, self.zero, self.partial = value.to(self.device, self.dtype), None, False, False
+        self.value, self.found_norm, self.zero, self.partial = value.to(self.device, self.dtype), None, False, None
 
     # What asks for memory below PyTorch's dispatcher.
 
@@ -137,8 +137,8 @@ class GradientInTile(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return args[0]
-        if func not in _MAKES_ZERO and any(one.partial for one in _handles_in(args, kwargs)):
-            raise Error(PARTIAL)
+        if func not in _MAKES_ZERO and (why := next((one.partial for one in _handles_in(args, kwargs) if one.partial), None)):
+            raise Error(why)
         found = _KNOWN[func](args, kwargs) if func in _KNOWN else _BY_VALUES
         return _on_values(func, args, kwargs) if found is _BY_VALUES else found
 
@@ -161,6 +161,12 @@ def _handles_in(args: Any, kwargs: Any) -> Iterator[GradientInTile]:
 PARTIAL = (
     "a gradient is to be used that plain PyTorch would have added to that of an earlier step, which is gone with its step: call zero_grad() of the model or "
     "the optimizer after each optimizer.step()"
+)
+
+# Of a parameter with this name.
+PARTIAL_OUTSIDE = (
+    "the gradient of {0}, which is in no group of the optimizer, is to be used: optimizer.zero_grad() leaves it, so plain PyTorch would have added it to those "
+    "of all earlier steps, which are gone; freeze the parameter with requires_grad_(False), or call model.zero_grad() after each optimizer.step()"
 )
 
 _MAKES_ZERO = (aten.zero_.default, aten.fill_.Scalar, aten._foreach_zero_.default)
@@ -273,7 +279,7 @@ def _make_zero(grads: Any, result: Any = None) -> Any:
     if not all(isinstance(one, GradientInTile) for one in grads):
         return _BY_VALUES
     for one in grads:
-        one.zero, one.partial, one.value, one.found_norm = True, False, None, None
+        one.zero, one.partial, one.value, one.found_norm = True, None, None, None
     return result
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any, Mapping, Optional, TypeVar, Union
+from typing import Any, Callable, Mapping, Optional, TypeVar, Union
 
 import torch
 
@@ -199,6 +199,22 @@ class TrainerProgress:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.loaded: Optional[dict[str, Any]] = None
+        # The random numbers that the epoch began with: a sampler without a generator of its own draws its order from them.
+        self._epoch_random: Optional[dict[str, Any]] = None
+        if hasattr(trainer, "_run_epoch"):
+            trainer._run_epoch = self._in_its_order(trainer._run_epoch)
+
+    def _in_its_order(self, plain: Callable) -> Callable:
+        """The Trainer's `_run_epoch`, which skips what a resumed epoch has seen and then reads the random numbers that go with its next step."""
+
+        def run_epoch(**given: Any) -> Any:
+            skips = given["epoch"] == given["epochs_trained"] and given["steps_trained_in_current_epoch"] > 0
+            if skips and self._epoch_random is not None:
+                set_random_state(self._epoch_random)
+            self._epoch_random = random_state()
+            return plain(**given)
+
+        return run_epoch
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -212,9 +228,12 @@ class TrainerProgress:
             # The sum since the last step that was logged.
             "loss": 0.0 if loss is None else float(loss),
             "logged": getattr(trainer, "_globalstep_last_logged", 0),
+            "epoch_random": self._epoch_random,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Commits that are older than the key do not have it.
+        self._epoch_random = state.get("epoch_random")
         if state["scheduler"] is not None:
             self.loaded = state
 
@@ -245,8 +264,8 @@ class TrainerProgress:
             trainer._tr_loss += loaded["loss"]
             trainer._total_loss_scalar -= loaded["loss"]
             trainer._globalstep_last_logged = loaded["logged"]
+            set_random_state(run.commits.resumed_random)
             if loaded["asked"]:
-                set_random_state(run.commits.resumed_random)
                 for name in _ASKED:
                     setattr(trainer.control, name, name in loaded["asked"])
                 names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")

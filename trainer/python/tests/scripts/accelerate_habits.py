@@ -473,7 +473,7 @@ table.habit("gradients that are scaled before the step", plugin="gradients were 
 table.habit("gradients that are replaced before the step", plugin="gradients were changed")(
     change(lambda s: setattr(head_of(s).weight, "grad", torch.zeros(1, 8)))
 )
-table.habit("gradients that are read before the step", plugin="gone with the step")(change(lambda s: float(head_of(s).weight.grad.abs().max())))
+table.habit("gradients that are read before the step", plugin="accelerator.backward() already")(change(lambda s: float(head_of(s).weight.grad.abs().max())))
 table.habit("gradients that are dropped before the step", plugin="call it after optimizer.step()")(change(lambda s: s.optimizer.zero_grad()))
 table.habit("a rate that is changed before the step", plugin="settings of parameter groups")(change(lambda s: s.optimizer.param_groups[0].update(lr=1e-3)))
 

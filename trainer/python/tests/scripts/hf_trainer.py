@@ -48,7 +48,8 @@ class Tell(transformers.TrainerCallback):
 args = transformers.TrainingArguments(
     output_dir, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=3e-3, warmup_steps=3,
     weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, save_total_limit=2, metric_for_best_model="loss",
-    load_best_model_at_end="--twice" not in sys.argv,
+    # Its order is drawn from the random numbers of all.
+    load_best_model_at_end="--twice" not in sys.argv, train_sampling_strategy="group_by_length",
     per_device_eval_batch_size=4, use_cpu=not says_deepspeed, disable_tqdm=True, report_to=[], seed=5,
     restore_callback_states_from_checkpoint=True, deepspeed=config if says_deepspeed else None,
 )  # fmt: skip

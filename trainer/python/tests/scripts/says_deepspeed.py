@@ -180,5 +180,8 @@ for asked in (lambda: split_params_into_different_moe_groups_for_optimizer({}), 
     except Exception as error:
         logger.warning(f"refused: {error}")
         assert type(error).__name__ == "NotSupported"
+# Compiled before training by scripts that only want it there.
+built = deepspeed.ops.op_builder.CPUAdamBuilder().load()
+assert not hasattr(built, "create_adam") and not hasattr(deepspeed.ops.op_builder, "AsyncIOBuilder")
 assert not hasattr(deepspeed.ops.adam, "OnebitAdam") and not hasattr(device, "nothing_of_this_name")
 print("done")
