@@ -12,6 +12,7 @@ from typing import Any, Iterable, Iterator, Optional, Sequence
 import torch
 from torch import nn
 
+from ._buffers import Buffers
 from ._config import Settings
 from ._console import say
 from ._engine import Engine, count_changes
@@ -45,6 +46,7 @@ class Commits:
         self.settings, self.layout, self.reports = settings, layout, reports
         self.ranks, self.core, self.engine = ranks, core, engine
         self.optimizer, self.track = optimizer, track
+        self._buffers = Buffers(engine.model)
         # Where this rank's state lies if it is large.
         self._state_dir = state_dir
         self.steps_done = 0
@@ -110,11 +112,10 @@ class Commits:
         if "groups" in state:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()}
         track = [one.state_dict() for one in self.track]
         if self.settings.device == "nvme":
             check_of_script(self.optimizer, self.track, track)
-        return {**state, "groups": groups, "buffers": buffers, "unsaved": _unsaved(self.model), "track": track}
+        return {**state, "groups": groups, **self._buffers.state(), "track": track}
 
     def before_pass(self) -> None:
         """A pass of the model begins."""
@@ -178,7 +179,7 @@ class Commits:
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
-            if lost := _restore_buffers(self.model, state["buffers"], state.get("unsaved", [])):
+            if lost := self._buffers.restore(state):
                 say(f"note: the last step had buffers that the model does not have before its first pass, and they begin anew: {', '.join(lost)}")
             for one, kept in zip(self.track, state["track"]):
                 one.load_state_dict(kept)
@@ -275,29 +276,3 @@ def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], stat
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
-
-
-def _unsaved(model: nn.Module) -> list[str]:
-    """The names of buffers that the model's `state_dict` leaves out."""
-    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
-
-
-def _restore_buffers(model: nn.Module, kept: dict[str, torch.Tensor], unsaved: list[str]) -> list[str]:
-    """Gives buffers the values in `kept`, by their names. Those that passes have made, or exchanged for others of another shape, are made here.
-    Returns the names of those whose modules are not there."""
-    modules, lost = dict(model.named_modules()), []
-    device = next((one.device for one in (*model.buffers(), *model.parameters())), None)
-    for name, value in kept.items():
-        path, _, own = name.rpartition(".")
-        module = modules.get(path)
-        if module is None or own not in module._buffers and hasattr(module, own):
-            lost.append(name)
-        elif (now := module._buffers.get(own)) is None:
-            module.register_buffer(own, value.to(device), persistent=name not in unsaved)
-        elif now.shape == value.shape:
-            now.copy_(value)
-        else:
-            value = value.to(now)
-            for users in (one._buffers for one in modules.values()):
-                users.update((key, value) for key, one in users.items() if one is now)
-    return lost

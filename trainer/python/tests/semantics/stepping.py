@@ -1300,11 +1300,101 @@ class _Late(Block):
         return super().forward(x - self.center)
 
 
+class _Counted(Block):
+    """Its buffer of whole numbers becomes one of fractions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = self.mean + x.detach().mean(0)
+        return super().forward(x + self.mean)
+
+
+class _Dropping(Block):
+    """Its first pass drops a buffer, by giving it None or by deleting it."""
+
+    def __init__(self, deletes):
+        super().__init__()
+        self.deletes = deletes
+        self.register_buffer("first", torch.ones(16))
+
+    def forward(self, x):
+        if getattr(self, "first", None) is not None:
+            x = x + self.first
+            self.first = None
+            if self.deletes:
+                del self.first
+        return super().forward(x)
+
+
+class _Sharing(Block):
+    """Its first pass makes a buffer that two modules have, or gives one of two modules another one than that they have had."""
+
+    def __init__(self, begins_shared):
+        super().__init__()
+        self.reader = nn.Module()
+        shared = torch.zeros(16) if begins_shared else None
+        self.register_buffer("center", shared)
+        self.reader.register_buffer("center", shared)
+
+    def forward(self, x):
+        if self.center is None:
+            self.center = self.reader.center = x.detach().mean(0)
+        elif self.center is self.reader.center and self.training and not self.center.any():
+            self.center = x.detach().mean(0)
+        self.center += 0.5
+        return super().forward(x - self.center + 2 * self.reader.center)
+
+
+class _Spread(Block):
+    """Its buffer has one number for all its elements until the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1).expand(16))
+
+    def forward(self, x):
+        if self.training:
+            self.center = self.center + x.detach().mean(0)
+        return super().forward(x - self.center)
+
+
+class _Scripted(Block):
+    """A part of it without parameters is a module of torch.jit.script."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.jit.script(_Count())
+
+    def forward(self, x):
+        return super().forward(self.count(x))
+
+
+class _Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(16))
+
+    def forward(self, x):
+        self.passes += 0.25
+        return x + self.passes
+
+
 _resumed("a buffer that passes make longer, which two modules have", _Growing)
 _resumed("a buffer that the first pass makes", _Late)
 _resumed("a buffer that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
 _resumed("a buffer that is None until the first pass", lambda: _Late(declared=True))
 _resumed("a buffer that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
+_resumed("a buffer of whole numbers that becomes one of fractions", _Counted)
+_resumed("a buffer that is None after the first pass", lambda: _Dropping(deletes=False))
+_resumed("a buffer that the first pass deletes", lambda: _Dropping(deletes=True))
+_resumed("a buffer that the first pass makes for two modules", lambda: _Sharing(begins_shared=False))
+_resumed("a buffer that two modules have until the first pass", lambda: _Sharing(begins_shared=True))
+_resumed("a buffer with one number for all its elements", _Spread)
+_resumed("a buffer of a module of `torch.jit.script`", _Scripted)
 
 
 class _Tracked:
