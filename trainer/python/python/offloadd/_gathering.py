@@ -96,6 +96,7 @@ class Gathering:
     @not_reentered
     def gather(self, unit: Unit, record: bool = True) -> None:
         """Brings the unit's newest parameters to where they belong."""
+        self.forwards.check_thread()
         if unit.here and (unit.fresh or not self.keep):
             self._open(unit)
             return
@@ -260,6 +261,11 @@ class Gathering:
     def gathered(self, unit: Unit) -> Iterator[None]:
         """The unit's parameters; they are released afterwards if they were, within a forward together with the module that is under
         way."""
+        with self.forwards.alone(), self._gathered(unit):
+            yield
+
+    @contextlib.contextmanager
+    def _gathered(self, unit: Unit) -> Iterator[None]:
         absent = not unit.here
         self.gather(unit, record=bool(self.forwards))
         if absent and self.forwards:
@@ -276,7 +282,8 @@ class Gathering:
         if not self.were_pinned:
             self.before_pins()
             self.were_pinned = True
-        with self.gathered(unit):
+        # Threads of the script's may use what stays.
+        with self._gathered(unit):
             unit.pins += 1
             try:
                 yield

@@ -59,9 +59,10 @@ class Moments:
     def read(self, unit: Unit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a trained unit in fp32, in host memory; zeros where the optimizer has no variance. All ranks must call it."""
         flats, ranks = _fp32_like(unit), self._commits.ranks
-        ranks.meet(f"read the moments of {unit.name}")
-        self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
-        self.gathering.order.forget_rest()
+        with self.gathering.forwards.alone():
+            ranks.meet(f"read the moments of {unit.name}")
+            self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
+            self.gathering.order.forget_rest()
         for flat in flats:
             ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
         return flats
