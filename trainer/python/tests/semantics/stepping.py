@@ -1233,6 +1233,27 @@ again.refused("an earlier one", "pass resume=False", lambda s: _start(s, (2, 3),
 again.refused("one of another run", "pass resume=False", lambda s: [_start(s, (0,)), _start(s, (1,), _trained_state())])
 
 
+def _with_states(s, state_of):
+    """Two steps, and a start that resumes with states that its optimizer has already; plain PyTorch goes on."""
+    _start(s, (0, 1))
+    if s.device is not None:
+        model = net(4)
+        optimizer = adamw(model.parameters())
+        optimizer.state.update(state_of(model))
+        s.trained.clear()
+        s.begin(model, optimizer, run_dir=s.dir / "run")
+    s.step(2)
+    return s.weights()
+
+
+def _of_no_steps(model):
+    return {param: {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)} for param in model.parameters()}
+
+
+again.equal("states of no steps, which each start makes", lambda s: _with_states(s, _of_no_steps))
+again.refused("a state of something else", "no parameter of the run", lambda s: _with_states(s, lambda model: {"number": {"of": 1}}))
+
+
 @again.refused("steps between `close` and `prepare`", "pass resume=False")
 def _(s):
     _start(s, (0, 1))
