@@ -1,4 +1,5 @@
-"""Buffers of a model where a run resumes: passes exchange, make, share and drop them, and a later start has those of the beginning."""
+"""Buffers of a model where a run resumes: passes exchange, make, share and drop them, and a later start has those of the beginning. And what modules keep
+beside tensors, their extra state."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from typing import Any, Iterator, Mapping, Optional, Union
 
 import torch
 from torch import nn
+
+# The end of its name in a state_dict.
+_EXTRA = "_extra_state"
 
 # A buffer, the name of an earlier one that is the same tensor, or none.
 Kept = Union[torch.Tensor, str, None]
@@ -27,10 +31,11 @@ class Buffers:
             buffer = module._buffers[own]
             first = names.setdefault(id(buffer), name)
             kept[name] = None if buffer is None else buffer.detach().to("cpu", copy=True) if first == name else first
-        return {"buffers": kept, "dropped": [name for name in self._first if name not in kept], "unsaved": _unsaved(self._model)}
+        extra = extra_states(self._model)
+        return {"extra": extra, "buffers": kept, "dropped": [name for name in self._first if name not in kept], "unsaved": _unsaved(self._model)}
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Makes the model's buffers those of `state`. Returns the names of those whose modules are not there."""
+        """Makes the model's buffers and extra states those of `state`. Returns the names of those whose modules are not there."""
         modules, lost = dict(self._model.named_modules()), []
         device = next((one.device for one in (*self._model.buffers(), *self._model.parameters())), None)
         for name in state["dropped"]:
@@ -58,7 +63,22 @@ class Buffers:
                 module._buffers[own] = made[first]
             else:
                 module.register_buffer(own, made[first], persistent=name not in state["unsaved"])
+        for path, extra in state["extra"].items():
+            if path in modules and _has(modules[path], "set_extra_state"):
+                modules[path].set_extra_state(extra)
+            else:
+                lost.append(f"{path}.{_EXTRA}".lstrip("."))
         return lost
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules give as their extra state, by the name of the module."""
+    return {path: module.get_extra_state() for path, module in model.named_modules() if _has(module, "get_extra_state")}
+
+
+def _has(module: nn.Module, method: str) -> bool:
+    """Whether a module has a method of its own, as PyTorch asks."""
+    return getattr(type(module), method, None) is not getattr(nn.Module, method)
 
 
 def _takes(now: Optional[torch.Tensor], value: Optional[torch.Tensor]) -> bool:

@@ -7,7 +7,7 @@ data, parameter groups, buffers, tracked objects.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -112,10 +112,10 @@ class Commits:
         if "groups" in state:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        track = [one.state_dict() for one in self.track]
+        of_script = {**self._buffers.state(), "track": [one.state_dict() for one in self.track]}
         if self.settings.device == "nvme":
-            check_of_script(self.optimizer, self.track, track)
-        return {**state, "groups": groups, **self._buffers.state(), "track": track}
+            check_of_script(self.optimizer, self.track, of_script["track"], of_script["extra"])
+        return {**state, "groups": groups, **of_script}
 
     def before_pass(self) -> None:
         """A pass of the model begins."""
@@ -266,12 +266,14 @@ class _Position:
         self.random: Optional[dict[str, Any]] = None
 
 
-def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any]) -> None:
-    """Refuses parameter groups and states of tracked objects that a later start could not read."""
+def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any], extra: Mapping[str, Any]) -> None:
+    """Refuses parameter groups, states of tracked objects and extra states of modules that a later start could not read."""
     for number, group in enumerate(optimizer.param_groups):
         check_readable({key: _plain(value) for key, value in group.items() if key != "params"}, f"parameter group {number} of the optimizer")
     for one, state in zip(track, states):
         check_readable(state, f"the state_dict of the {type(one).__name__} in track")
+    for path, state in extra.items():
+        check_readable(state, f"what get_extra_state() of {path or 'the model'} gives")
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _offloadd
+from ._buffers import extra_states
 from ._commits import Commits, check_of_script
 from ._config import Settings
 from ._console import say
@@ -36,12 +37,13 @@ from ._untrained import WeightsDiffer, same_bits
 from ._weights import Weights, begin
 
 
-def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit], settings: Settings) -> None:
+def check_given(model: nn.Module, optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit], settings: Settings) -> None:
     """Refuses what a script passes that cannot be trained or committed."""
     check_optimizer(optimizer)
     check_track(track)
     if settings.device == "nvme":
-        check_of_script(optimizer, track, [one.state_dict() for one in track])
+        extra = extra_states(model) if any(unit.trained for unit in units) else {}
+        check_of_script(optimizer, track, [one.state_dict() for one in track], extra)
     managed = {id(param) for unit in units for param in unit.params}
     others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
     if others:

@@ -211,7 +211,7 @@ class Run:
         self._sequences: Optional[SequenceAttachment] = None
         self._chunks: Sequence[Union[MlpChunks, LossChunks]] = ()
         self._process = os.getpid()
-        _opening.check_given(optimizer, track, found, self.settings)
+        _opening.check_given(model, optimizer, track, found, self.settings)
         _opening.check_drives(plan, ranks)
         if plan.gpu is not None and (warning := warning_at_start(model, found, modules, self.settings, plan.gpu)):
             say(f"warning: {warning}", None if ranks.count == 1 else ranks.rank)

@@ -1394,6 +1394,32 @@ class _Scripted(Block):
         return super().forward(self.count(x))
 
 
+class _Numbered(Block):
+    """It has a number of passes that is no tensor."""
+
+    passes = 0
+
+    def get_extra_state(self):
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state):
+        self.passes = state["passes"]
+
+    def forward(self, x):
+        self.passes += self.training
+        return super().forward(x * (1 + 0.1 * self.passes))
+
+
+class _Placed(Block):
+    """Its extra state is no plain data."""
+
+    def get_extra_state(self):
+        return pathlib.Path("data")
+
+    def set_extra_state(self, state):
+        pass
+
+
 class _Count(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1416,6 +1442,7 @@ _resumed("a buffer that the first pass makes for two modules", lambda: _Sharing(
 _resumed("a buffer that two modules have until the first pass", lambda: _Sharing(begins_shared=True))
 _resumed("a buffer with one number for all its elements", _Spread)
 _resumed("a buffer of a module of `torch.jit.script`", _Scripted)
+_resumed("extra state of a module", _Numbered)
 
 
 class _Tracked:
@@ -1450,6 +1477,7 @@ _resumed(
     before_step=_counted,
 )
 resumed.refused("a tracked object with a path", "hold plain data", lambda s: s.begin(track=[_Tracked({"file": pathlib.Path("data")})]))
+resumed.refused("extra state of a module with a path", "hold plain data", lambda s: s.begin(net(block=_Placed)))
 resumed.refused("a tracked object with a function", "hold plain data", lambda s: s.begin(track=[_Tracked({"make": lambda: 0})]))
 
 
