@@ -101,7 +101,7 @@ class Commits:
         """What goes with other content of the tiles: the state as it is now."""
         self.note_step()
         state, self._to_seal = self._to_seal, None
-        return to_blob(self._complete(state), self._state_dir)
+        return to_blob(self._committed(state), self._state_dir)
 
     def state(self) -> State:
         """The state that is committed with the last step beside the tiles."""
@@ -112,10 +112,15 @@ class Commits:
         if "groups" in state:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        of_script = {**self._buffers.state(), "track": [one.state_dict() for one in self.track]}
-        if self.settings.device == "nvme":
-            check_of_script(self.optimizer, self.track, of_script["track"], of_script["extra"])
-        return {**state, "groups": groups, **of_script}
+        return {**state, "groups": groups, **self._buffers.state(), "track": [one.state_dict() for one in self.track]}
+
+    def _committed(self, state: State) -> State:
+        """The state as it is committed. No later start reads it where the tiles are in memory."""
+        if self.settings.device != "nvme" or "groups" in state:
+            return state
+        state = self._complete(state)
+        check_of_script(self.optimizer, self.track, state["track"], state["extra"])
+        return state
 
     def before_pass(self) -> None:
         """A pass of the model begins."""
@@ -129,7 +134,7 @@ class Commits:
         """Orders the last step's commit: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
-        state = self._complete(self._to_seal)
+        state = self._committed(self._to_seal)
         now = random_state()
         if not same_random(now, state["random"]):
             # The script has drawn since the step.
@@ -249,7 +254,7 @@ class Commits:
             yield batch
             if (left := self._to_seal) is not None:
                 # Before the script draws its next batch and changes what goes with it.
-                complete = self._complete(left)
+                complete = self._committed(left)
                 if self._to_seal is left:
                     self._to_seal = complete
         position.batches, position.random = 0, None

@@ -430,6 +430,7 @@ _with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.
 _with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4))
 _with("groups with their own settings", lambda m: adamw(_groups(m)), devices=BOTH)
 _with("a group of each parameter", lambda m: adamw([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(m.parameters())]))
+_with("a group with a function of a script's own", lambda m: adamw([{"params": [*m.parameters()], "rate_of": lambda step: 1 / step}]))
 _with("named parameters", lambda m: adamw(m.named_parameters()))
 _with("`foreach=True`", lambda m: adamw(m.parameters(), foreach=True))
 _with("`foreach=False`", lambda m: adamw(m.parameters(), foreach=False))
