@@ -43,7 +43,9 @@ def check_given(model: nn.Module, optimizer: torch.optim.Optimizer, track: Seque
     check_track(track)
     if settings.device == "nvme":
         extra = extra_states(model) if any(unit.trained for unit in units) else {}
-        check_of_script(optimizer, track, [one.state_dict() for one in track], extra)
+        # Loaders begin to draw batches when they are asked before a script does.
+        others = [one for one in track if not hasattr(one, "__iter__")]
+        check_of_script(optimizer, others, [one.state_dict() for one in others], extra)
     managed = {id(param) for unit in units for param in unit.params}
     others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
     if others:

@@ -1477,6 +1477,32 @@ _resumed(
     track=lambda: _Tracked({"counts": numpy.zeros(3, dtype=numpy.float16), "steps": numpy.int64(0)}),
     before_step=_counted,
 )
+
+
+class _Loader(_Tracked):
+    """Batches in an order that is drawn when they begin, which they do when their state is asked for, too, as those of torchdata's StatefulDataLoader."""
+
+    def _begin(self):
+        if not self.state:
+            self.state["order"] = torch.randperm(4)
+        return self.state
+
+    def state_dict(self):
+        return self._begin()
+
+    def __iter__(self):
+        return iter(self._begin()["order"].tolist())
+
+
+@resumed.equal("a tracked loader that begins when its state is asked for")
+def _(s):
+    loader = _Loader({})
+    s.begin(track=[loader])
+    torch.manual_seed(7)
+    s.step(*loader)
+    return loader.state["order"]
+
+
 resumed.refused("a tracked object with a path", "hold plain data", lambda s: s.begin(track=[_Tracked({"file": pathlib.Path("data")})]))
 resumed.refused("extra state of a module with a path", "hold plain data", lambda s: s.begin(net(block=_Placed)))
 resumed.refused("a tracked object with a function", "hold plain data", lambda s: s.begin(track=[_Tracked({"make": lambda: 0})]))
