@@ -364,6 +364,12 @@ class Gathering:
         """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
         says what to do, by unit."""
         self.state_copies.refuse_writes()
+        moved = [param for unit in self.units if self.keep and (param := unit.take_back()) is not None]
+        if moved:
+            raise NotSupported(
+                f"the memory of {self.name(moved[0])} was moved or exchanged after offloadd.prepare, as by share_memory_() or by sending it to another process, and updates "
+                "would not reach it: send a clone() of it"
+            )
         for unit in self.units:
             if unit.here:
                 self._note_written(unit)

@@ -274,7 +274,7 @@ def _(s):
     s.step(0, 1)
 
 
-@several.refused("a part of a prepared model is prepared", "prepared already")
+@several.refused("a part of a prepared model is prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     s.begin()
     part = s.model.blocks
@@ -283,7 +283,7 @@ def _(s):
         offloadd.prepare(part, optimizer, s.config(), run_dir=s.dir / "part")
 
 
-@several.refused("a model with a prepared part is prepared", "prepared already")
+@several.refused("a model with a prepared part is prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     s.begin()
     whole = nn.Sequential(s.model, nn.Linear(CLASSES, 2))
@@ -291,7 +291,7 @@ def _(s):
         offloadd.prepare(whole, adamw(whole.parameters()), s.config(), run_dir=s.dir / "whole")
 
 
-@several.refused("two models share a parameter, both prepared", "prepared already")
+@several.refused("two models share a parameter, both prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     one, other = net(0), net(1)
     other.last.weight = one.last.weight
@@ -1049,7 +1049,7 @@ def _(s):
 processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.model.share_memory())
 
 
-processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: s.w.share_memory_())
+processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: [s.w.share_memory_(), s.step(0)], devices=("cpu", "none"))
 
 
 @processes.refused("`torch.distributed.broadcast` of weights", "all ranks have the same values already")

@@ -1,6 +1,7 @@
 """Writes: weights that a script or a module changes itself, averages of weights, and hooks."""
 
 import copy
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,25 @@ _writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
 _writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
 
 _writes("`_fused_sgd_` of an optimizer of a script's own", lambda w: _fused(w))
+
+
+def _stays(name, phrase, change):
+    """A line in which something is done to weights that stay in memory, before the first step."""
+
+    @written.refused(name, phrase, devices=("none",))
+    def _(s):
+        s.begin()
+        with torch.no_grad():
+            change(s.w)
+        s.step(0)
+
+
+_stays("`w.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.add_(0.1))
+_stays("`w.data.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.data.add_(0.1))
+_stays("`w.numpy()` of weights that stay in memory, written before a step", "only optimizer.step() changes weights", lambda w: w.numpy().__imul__(2))
+_stays("`w.detach().share_memory_()` of weights that stay in memory", "send a clone() of it", lambda w: w.detach().share_memory_())
+_stays("weights that stay in memory, sent to another process", "send a clone() of it", lambda w: ForkingPickler.dumps(w.data))
+
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
 written.refused("`model.apply(init)`", BEFORE, lambda s: [s.step(), s.model.apply(_init), s.step(1)])
