@@ -226,6 +226,10 @@ class Gathering:
     def take_away(self, unit: Unit, keep: bool = False) -> None:
         """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
+        if self.keep:
+            # Its parameters lie there for good, and values come there again.
+            unit.fresh = False
+            return
         # First: a handler of a signal may come in between, and what an interrupt leaves is brought anew.
         self.guard(unit)
         unit.here = unit.expected = unit.kept = False
@@ -359,6 +363,8 @@ class Gathering:
         found = unit.watch.end()
         if found is not None:
             self._written, unit.written = found, True
+            # Where nothing is released: the next pass brings what is in tiles.
+            unit.fresh = unit.fresh and not self.keep
 
     def refuse_writes(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
         """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
