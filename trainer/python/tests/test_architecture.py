@@ -13,7 +13,7 @@ LAYERS = {
     "parts of a sequence on several ranks": "_sequence_groups _sequence_attention _sequence_loader _sequence_mean sequence_parallel",
     "units around forward and backward": "_reentry _copies _memory _tile_copies _activations _dependencies _mlp_chunks _loss_chunks _gathering _read_only _residency _held _given _reading _gradients _engine _beside",
     "a run before it starts": "_untrained _lion _supported_optimizers _wrappers _plan _traced _gpu_plan _sketch _state _run_dir _layout",
-    "a run": "_progress _reports _commits _each_node _weights _checkpoint _rewriting _moments _interrupts _directions _steps _prepared_optimizer _model_methods _returning _opening _generation _whole _run _backward_step _optimizer_run",
+    "a run": "_progress _reports _buffers _commits _each_node _weights _checkpoint _rewriting _moments _interrupts _directions _steps _prepared_optimizer _model_methods _returning _opening _generation _whole _run _backward_step _optimizer_run",
     "scripts that use DeepSpeed": "_schedules _deepspeed_refused _deepspeed_ranks _accelerator _deepspeed_utils _zero _loss_scaling _initialize _states _deepspeed_sequence _deepspeed",
     "Accelerate, Hugging Face's Trainer, Lightning": "_accelerate hf _trainer_nodes _trainer lightning",
     "what users import and start": "optim __init__ _served _generate _chat __main__ as_deepspeed launch",

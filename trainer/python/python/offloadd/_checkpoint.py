@@ -149,7 +149,7 @@ def _describe(commits: Commits, files: Files, client_state: dict[str, Any], froz
     partial, buffer = files.directory, io.BytesIO()
     check_readable(client_state, "client_state")
     run = commits.state()
-    check_of_script(commits.optimizer, commits.track, run["track"])
+    check_of_script(commits.optimizer, commits.track, run["track"], run["extra"])
     torch.save({"run": run, "client": client_state}, buffer)
     state = buffer.getvalue()
     write_flushed(partial / _STATE, state)

@@ -7,11 +7,12 @@ data, parameter groups, buffers, tracked objects.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Optional, Sequence
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
 
+from ._buffers import Buffers
 from ._config import Settings
 from ._console import say
 from ._engine import Engine, count_changes
@@ -45,6 +46,7 @@ class Commits:
         self.settings, self.layout, self.reports = settings, layout, reports
         self.ranks, self.core, self.engine = ranks, core, engine
         self.optimizer, self.track = optimizer, track
+        self._buffers = Buffers(engine.model)
         # Where this rank's state lies if it is large.
         self._state_dir = state_dir
         self.steps_done = 0
@@ -99,7 +101,7 @@ class Commits:
         """What goes with other content of the tiles: the state as it is now."""
         self.note_step()
         state, self._to_seal = self._to_seal, None
-        return to_blob(self._complete(state), self._state_dir)
+        return to_blob(self._committed(state), self._state_dir)
 
     def state(self) -> State:
         """The state that is committed with the last step beside the tiles."""
@@ -110,11 +112,15 @@ class Commits:
         if "groups" in state:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()}
-        track = [one.state_dict() for one in self.track]
-        if self.settings.device == "nvme":
-            check_of_script(self.optimizer, self.track, track)
-        return {**state, "groups": groups, "buffers": buffers, "unsaved": _unsaved(self.model), "track": track}
+        return {**state, "groups": groups, **self._buffers.state(), "track": [one.state_dict() for one in self.track]}
+
+    def _committed(self, state: State) -> State:
+        """The state as it is committed. No later start reads it where the tiles are in memory."""
+        if self.settings.device != "nvme" or "groups" in state:
+            return state
+        state = self._complete(state)
+        check_of_script(self.optimizer, self.track, state["track"], state["extra"])
+        return state
 
     def before_pass(self) -> None:
         """A pass of the model begins."""
@@ -128,7 +134,7 @@ class Commits:
         """Orders the last step's commit: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
-        state = self._complete(self._to_seal)
+        state = self._committed(self._to_seal)
         now = random_state()
         if not same_random(now, state["random"]):
             # The script has drawn since the step.
@@ -178,7 +184,7 @@ class Commits:
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
-            if lost := _restore_buffers(self.model, state["buffers"], state.get("unsaved", [])):
+            if lost := self._buffers.restore(state):
                 say(f"note: the last step had buffers that the model does not have before its first pass, and they begin anew: {', '.join(lost)}")
             for one, kept in zip(self.track, state["track"]):
                 one.load_state_dict(kept)
@@ -248,7 +254,7 @@ class Commits:
             yield batch
             if (left := self._to_seal) is not None:
                 # Before the script draws its next batch and changes what goes with it.
-                complete = self._complete(left)
+                complete = self._committed(left)
                 if self._to_seal is left:
                     self._to_seal = complete
         position.batches, position.random = 0, None
@@ -265,39 +271,15 @@ class _Position:
         self.random: Optional[dict[str, Any]] = None
 
 
-def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any]) -> None:
-    """Refuses parameter groups and states of tracked objects that a later start could not read."""
+def check_of_script(optimizer: torch.optim.Optimizer, track: Sequence[Any], states: Sequence[Any], extra: Mapping[str, Any]) -> None:
+    """Refuses parameter groups, states of tracked objects and extra states of modules that a later start could not read."""
     for number, group in enumerate(optimizer.param_groups):
         check_readable({key: _plain(value) for key, value in group.items() if key != "params"}, f"parameter group {number} of the optimizer")
     for one, state in zip(track, states):
         check_readable(state, f"the state_dict of the {type(one).__name__} in track")
+    for path, state in extra.items():
+        check_readable(state, f"what get_extra_state() of {path or 'the model'} gives")
 
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
-
-
-def _unsaved(model: nn.Module) -> list[str]:
-    """The names of buffers that the model's `state_dict` leaves out."""
-    return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set]
-
-
-def _restore_buffers(model: nn.Module, kept: dict[str, torch.Tensor], unsaved: list[str]) -> list[str]:
-    """Gives buffers the values in `kept`, by their names. Those that passes have made, or exchanged for others of another shape, are made here.
-    Returns the names of those whose modules are not there."""
-    modules, lost = dict(model.named_modules()), []
-    device = next((one.device for one in (*model.buffers(), *model.parameters())), None)
-    for name, value in kept.items():
-        path, _, own = name.rpartition(".")
-        module = modules.get(path)
-        if module is None or own not in module._buffers and hasattr(module, own):
-            lost.append(name)
-        elif (now := module._buffers.get(own)) is None:
-            module.register_buffer(own, value.to(device), persistent=name not in unsaved)
-        elif now.shape == value.shape:
-            now.copy_(value)
-        else:
-            value = value.to(now)
-            for users in (one._buffers for one in modules.values()):
-                users.update((key, value) for key, one in users.items() if one is now)
-    return lost

@@ -25,7 +25,7 @@ from ._activations import Activations
 from ._copies import Copies
 from ._errors import Error, NotSupported
 from ._experts import Experts
-from ._forwards import Forwards, calls_of, in_backward, of_engine, returned, tensors_in
+from ._forwards import Forward, Forwards, calls_of, in_backward, of_engine, returned, tensors_in
 from ._gathering import Gathering
 from ._gradients import Gradients
 from ._memory import KEPT_MAX
@@ -118,6 +118,7 @@ class Engine:
     # Forward
 
     def _before_forward(self, units: list[Unit], root: bool, module, args, kwargs):
+        self.forwards.check_thread()
         if root and self.forwards and calls_of(self.model) < 2:
             # An interrupt ended the forward before: no hook told.
             self.forwards.clear()
@@ -153,7 +154,16 @@ class Engine:
         gathering.begin_order(kind)
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
-        _, companions, number = self.forwards.pop()
+        forward = self.forwards.end()
+        if forward is None:
+            return output
+        try:
+            return self._end_forward(units, forward, output)
+        finally:
+            self.forwards.leave(forward.use)
+
+    def _end_forward(self, units: list[Unit], forward: Forward, output):
+        companions, number = forward.companions, forward.number
         if self.activations is not None and not self.forwards:
             self.activations.pass_ended()
         if in_transform():
@@ -221,6 +231,7 @@ class Engine:
 
     def _start_backward(self) -> None:
         if not self.gradients.under_way:
+            self.forwards.check_thread()
             self.core.phase(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
             self.gradients.begin_backward()
@@ -267,6 +278,7 @@ class Engine:
 
     def forget_gradients(self, zero: bool = False, of: Optional[set[int]] = None) -> None:
         """Drops this step's gradients, or makes them `zero`, and what a forward or a backward has left that did not end: see `Gradients.forget`."""
+        self.forwards.check_thread()
         self.forwards.clear()
         half = self.gradients.half_backward
         if half:

@@ -96,6 +96,7 @@ class Gathering:
     @not_reentered
     def gather(self, unit: Unit, record: bool = True) -> None:
         """Brings the unit's newest parameters to where they belong."""
+        self.forwards.check_thread()
         if unit.here and (unit.fresh or not self.keep):
             self._open(unit)
             return
@@ -225,6 +226,10 @@ class Gathering:
     def take_away(self, unit: Unit, keep: bool = False) -> None:
         """Gives the unit's memory back, whatever was written there, unless it is to `keep` it."""
         unit.watch.end()
+        if self.keep:
+            # Its parameters lie there for good, and values come there again.
+            unit.fresh = False
+            return
         # First: a handler of a signal may come in between, and what an interrupt leaves is brought anew.
         self.guard(unit)
         unit.here = unit.expected = unit.kept = False
@@ -260,6 +265,11 @@ class Gathering:
     def gathered(self, unit: Unit) -> Iterator[None]:
         """The unit's parameters; they are released afterwards if they were, within a forward together with the module that is under
         way."""
+        with self.forwards.alone(), self._gathered(unit):
+            yield
+
+    @contextlib.contextmanager
+    def _gathered(self, unit: Unit) -> Iterator[None]:
         absent = not unit.here
         self.gather(unit, record=bool(self.forwards))
         if absent and self.forwards:
@@ -276,7 +286,8 @@ class Gathering:
         if not self.were_pinned:
             self.before_pins()
             self.were_pinned = True
-        with self.gathered(unit):
+        # Threads of the script's may use what stays.
+        with self._gathered(unit):
             unit.pins += 1
             try:
                 yield
@@ -352,11 +363,19 @@ class Gathering:
         found = unit.watch.end()
         if found is not None:
             self._written, unit.written = found, True
+            # Where nothing is released: the next pass brings what is in tiles.
+            unit.fresh = unit.fresh and not self.keep
 
     def refuse_writes(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
         """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
         says what to do, by unit."""
         self.state_copies.refuse_writes()
+        moved = [param for unit in self.units if self.keep and (param := unit.take_back()) is not None]
+        if moved:
+            raise NotSupported(
+                f"the memory of {self.name(moved[0])} was moved or exchanged after offloadd.prepare, as by share_memory_() or by sending it to another process, and updates "
+                "would not reach it: send a clone() of it"
+            )
         for unit in self.units:
             if unit.here:
                 self._note_written(unit)

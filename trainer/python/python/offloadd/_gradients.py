@@ -33,8 +33,8 @@ class Gradients:
         self._times: dict[Unit, int] = {}
         self._had: dict[Unit, int] = {}
         self._complete: dict[tuple, bool] = {}
-        # Whether a backward has begun and not ended, and whether one did not end, so that gradients are missing.
-        self.under_way = self.broken = False
+        # Whether a backward did not end, so that gradients are missing.
+        self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
         # Parameters whose gradients were handed over in this step, and the units of this backward: their sums come at its end.
@@ -57,6 +57,15 @@ class Gradients:
         self._read: Optional[tuple[Unit, torch.Tensor]] = None
 
     # A backward
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward is, or did not end."""
+        return self._gathering.forwards.backward
+
+    @under_way.setter
+    def under_way(self, is_under_way: bool) -> None:
+        self._gathering.forwards.backward = is_under_way
 
     @property
     def half_backward(self) -> bool:

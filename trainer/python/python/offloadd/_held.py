@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import bisect
 import collections
+import functools
 import gc
 import inspect
 import itertools
 import sys
 import types
+import weakref
 from typing import Any, Iterable, Iterator, NamedTuple, Optional, Sequence
 
 import torch
@@ -28,6 +30,7 @@ from ._errors import NotSupported
 from ._released import AS_TENSORS, BEFORE, Origin, ReadOnlyCopy, ReadOnlyParam
 from ._storage import forbid_for_good
 from ._units import Unit
+from ._watch import watch_of
 
 # Those of a frame, of a variable here and of an argument.
 _REFERENCES_TO_LOCALS = 3
@@ -42,13 +45,14 @@ class Place(NamedTuple):
     end: int
     name: str
     trained: bool
+    param: Optional[nn.Parameter] = None
 
 
 class _Places:
     """Those of all parameters, by their addresses."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._sorted = sorted(places)
+        self._sorted = sorted(places, key=lambda place: place[:2])
         # The highest end of each of them and those before.
         self._ends = list(itertools.accumulate((place.end for place in self._sorted), max))
 
@@ -95,7 +99,7 @@ class HeldMemory:
             suspects = storages_of_others(own.values(), (one for one, *_ in moving))
             if not suspects:
                 return
-            self._places = _Places(Place(*address_range(one), name_of(param), unit.trained) for one, param, unit in moving)
+            self._places = _Places(Place(*address_range(one), name_of(param), unit.trained, param) for one, param, unit in moving)
             self._find_arrays()
             beside = self._find_tensors(own)
             moves = {id(one) for one in (*(one for one, *_ in moving), *wholes)}
@@ -140,7 +144,7 @@ class HeldMemory:
             what = f"{place.name}, whose memory it had before offloadd.prepare, and whose values are in tiles: {BEFORE}"
             # Not by an operation, which would be one more node of autograd's.
             one.__class__ = ReadOnlyParam if type(one) is nn.Parameter else ReadOnlyCopy
-            one.origin = Origin(lambda what=what: what, values, values.steps)
+            one.origin = Origin(lambda what=what: what, values, values.steps, refused=functools.partial(_forgive, weakref.ref(place.param)))
         for array in self._arrays:
             array.flags.writeable = False
         self._tensors.clear()
@@ -169,6 +173,12 @@ class HeldMemory:
         """The run has ended, and the parameters have memory of their own again."""
         self._trained.steps += 1
         self._frozen.steps += 1
+
+
+def _forgive(param: "weakref.ref[nn.Parameter]", before: int, after: int) -> None:
+    """A write to memory that a parameter had is refused. What `detach()` gave counts its versions with the parameter."""
+    if (found := param()) is not None and (watch := watch_of(found)) is not None:
+        watch.forgive(found, before, after)
 
 
 def storages_of_others(own: Iterable[torch.Tensor], moving: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

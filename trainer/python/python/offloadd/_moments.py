@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Callable, Iterator, Optional, Sequence
+from typing import Any, Callable, Container, Iterable, Iterator, Optional, Sequence
 
 import torch
 from torch import nn
@@ -59,9 +59,10 @@ class Moments:
     def read(self, unit: Unit) -> list[torch.Tensor]:
         """Masters, momentum and variance of a trained unit in fp32, in host memory; zeros where the optimizer has no variance. All ranks must call it."""
         flats, ranks = _fp32_like(unit), self._commits.ranks
-        ranks.meet(f"read the moments of {unit.name}")
-        self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
-        self.gathering.order.forget_rest()
+        with self.gathering.forwards.alone():
+            ranks.meet(f"read the moments of {unit.name}")
+            self._commits.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
+            self.gathering.order.forget_rest()
         for flat in flats:
             ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
         return flats
@@ -212,11 +213,16 @@ class States(Mapping):
         raise NotSupported("optimizer.state lies in tiles: save optimizer.state_dict()")
 
 
+def check_known(keys: Iterable[int], known: Container[int]) -> None:
+    """Refuses an optimizer's state, by the id of its parameter, of something that is not in the run."""
+    if any(key not in known for key in keys):
+        raise Error("the optimizer's state has something that is no parameter of the run: load the state of this model's optimizer")
+
+
 def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], rule_of: Callable[[int], str]) -> None:
     """Refuses states to load, by the id of their parameter, that have other moments than the rule by which it is updated."""
+    check_known(states, shapes)
     for key, state in states.items():
-        if key not in shapes:
-            raise Error("the optimizer's state has a parameter that is not in the run: load the state of this model's optimizer")
         rule = rule_of(key)
         moments = MOMENTS[rule]
         others = {one for of_rule in MOMENTS.values() for one in of_rule}.difference(moments)

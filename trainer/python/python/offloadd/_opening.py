@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import _offloadd
+from ._buffers import extra_states
 from ._commits import Commits, check_of_script
 from ._config import Settings
 from ._console import say
@@ -21,6 +22,7 @@ from ._engine import Engine
 from ._errors import Error, NotSupported
 from ._layout import Layout
 from ._memory import GpuDevice, GpuMemory
+from ._moments import check_known
 from ._packed import PackedParam, find_packed, is_wrapper, users_of, wrap_again
 from ._plan import Plan, described
 from ._ranks import Ranks
@@ -35,12 +37,15 @@ from ._untrained import WeightsDiffer, same_bits
 from ._weights import Weights, begin
 
 
-def check_given(optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit], settings: Settings) -> None:
+def check_given(model: nn.Module, optimizer: torch.optim.Optimizer, track: Sequence[Any], units: Sequence[Unit], settings: Settings) -> None:
     """Refuses what a script passes that cannot be trained or committed."""
     check_optimizer(optimizer)
     check_track(track)
     if settings.device == "nvme":
-        check_of_script(optimizer, track, [one.state_dict() for one in track])
+        extra = extra_states(model) if any(unit.trained for unit in units) else {}
+        # Loaders begin to draw batches when they are asked before a script does.
+        others = [one for one in track if not hasattr(one, "__iter__")]
+        check_of_script(optimizer, others, [one.state_dict() for one in others], extra)
     managed = {id(param) for unit in units for param in unit.params}
     others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
     if others:
@@ -180,10 +185,14 @@ def fill(commits: Commits, weights: Optional[Weights], replace: bool) -> None:
 def check_continues(commits: Commits, state: dict[str, Any], run_dir: Path) -> None:
     """Refuses an optimizer that has made other steps than the run whose commit has `state`: a script that loads a checkpoint of its own continues after
     that one, with numbers and batches of its own, and the run's weights are not those."""
-    made = {commits.layout.index_of[id(param)]: of_param.get("step") for param, of_param in commits.optimizer.state.items() if of_param}
-    if not made or {index: step and int(step) for index, step in made.items()} == {index: updates for index, updates in state["updates"].items() if updates}:
+    of_params = {id(param): of_param for param, of_param in commits.optimizer.state.items() if of_param}
+    check_known(of_params, commits.layout.index_of)
+    made = {commits.layout.index_of[key]: of_param.get("step") for key, of_param in of_params.items()}
+    # Of no steps: a script that makes states before it loads them.
+    made = {index: step and int(step) for index, step in made.items() if step is None or step}
+    if not made or made == {index: updates for index, updates in state["updates"].items() if updates}:
         return
-    steps = max((int(step) for step in made.values() if step is not None), default=None)
+    steps = max((step for step in made.values() if step is not None), default=None)
     raise Error(
         f"the optimizer has {'made steps' if steps is None else f'made {steps} steps'} before offloadd.prepare, and the run in {run_dir} would resume after step "
         f"{state['steps_done']} with its own weights and moments: if the script resumes from a checkpoint of its own, pass resume=False to begin with what it "

@@ -276,6 +276,8 @@ class Origin(NamedTuple):
     steps: int
     # None unless copies of it are kept.
     param: Optional[nn.Parameter] = None
+    # Told of a write that is refused: the version before it, and after it.
+    refused: Callable[[int, int], None] = lambda before, after: None
 
     def check(self, func: Callable[..., Any]) -> None:
         """Refuses to read a copy that is stale."""
@@ -380,6 +382,7 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     result = func(*args, **kwargs)
     for one, version in zip(copies, before):
         if one._version != version:
+            one.origin.refused(version, one._version)
             raise written(func, one.origin.what())
     return read_only(result, copies) if copies else result
 

@@ -56,7 +56,7 @@ from ._units import Unit, alignment_of, units_of
 from ._untrained import NoOptimizer, WeightsDiffer, beside, check_moves
 from ._weights import Weights, each_weight, write_weights
 from ._whole import Whole
-from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
+from ._wrappers import bare_model, bare_optimizer, is_prepared, protect, remember, renew, unprotect, watch
 
 
 def prepare(
@@ -92,6 +92,8 @@ def prepare(
     model, optimizer_of_script, optimizer = bare_model(model), optimizer, bare_optimizer(optimizer)
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
+    if is_prepared(model.parameters()):
+        raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
     settings, trains = settings_of(config, schedules=False), optimizer is not None
     if not trains:
         check_moves(settings)
@@ -211,7 +213,7 @@ class Run:
         self._sequences: Optional[SequenceAttachment] = None
         self._chunks: Sequence[Union[MlpChunks, LossChunks]] = ()
         self._process = os.getpid()
-        _opening.check_given(optimizer, track, found, self.settings)
+        _opening.check_given(model, optimizer, track, found, self.settings)
         _opening.check_drives(plan, ranks)
         if plan.gpu is not None and (warning := warning_at_start(model, found, modules, self.settings, plan.gpu)):
             say(f"warning: {warning}", None if ranks.count == 1 else ranks.rank)
@@ -239,6 +241,8 @@ class Run:
             self.engine.gathering.refresh()
             for unit in self.engine.gathering.units:
                 unit.own_storages()
+                # Units that a new run has had from the script did not come.
+                unit.watch.begin()
         self._connect(begins)
         reports.open(self.steps_done)
         self._say_how(committed, begins)

@@ -36,6 +36,10 @@ class Steps:
 
     def make(self) -> None:
         """Orders the update of all parameters that have gradients. Without gradients it does nothing."""
+        with self.engine.forwards.alone():
+            self._make()
+
+    def _make(self) -> None:
         commits, gradients = self._commits, self.engine.gradients
         if gradients.broken or gradients.half_backward:
             raise Error("the last backward did not end, so some gradients are missing: call zero_grad() and continue with the next batch")

@@ -164,6 +164,16 @@ class Unit:
                 for one in (part, *shares):
                     _DATA.__set__(one, own)
 
+    def take_back(self) -> Optional[nn.Parameter]:
+        """Lets each parameter have its place again. Returns one whose storage somebody has moved, as `share_memory_()` does, if there is one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            places = (self.flat.data_ptr() + offset * self.dtype.itemsize for offset in self.offsets)
+            moved = (param for param, part, place in zip(self.params, self.parts, places) if part.numel() and part.data_ptr() != place)
+            found = next(moved, None)
+        if found is not None:
+            self.own_storages()
+        return found
+
     def leave(self) -> None:
         """Leaves the memory to somebody who holds it, and makes the parameters views of a flat tensor without memory."""
         self.move(torch.empty(self.room_elems, dtype=self.dtype, device=self.flat.device), copy=False)
@@ -369,8 +379,6 @@ def _check(params: list[nn.Parameter], trains: bool) -> None:
     if len(devices) > 1:
         raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: move the model to one device")
     for param in params:
-        if type(param).__name__ == "Released":
-            raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
         if nn.parameter.is_lazy(param):
             raise NotSupported("the model has a lazy layer without parameters: call the model once before offloadd.prepare, which makes them")
         if type(param) is not nn.Parameter and (param.requires_grad or param.is_meta):

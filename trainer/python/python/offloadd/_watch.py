@@ -91,6 +91,12 @@ class Watch:
         if self._on:
             self._given.append((param, data))
 
+    def forgive(self, param: nn.Parameter, before: int, after: int) -> None:
+        """Counts a write no more that was refused, and was not to the parameter's memory: one that shares its version has been written."""
+        at = next(index for index, one in enumerate(self.params) if one is param)
+        if self._on and self._versions[at] == before and self._parts[at]._version == after:
+            self._versions[at] = after
+
     def drop_unheld(self) -> None:
         """Lets go of what `param.data` gave and nobody else has."""
         given, self._given = self._given, []
@@ -153,6 +159,11 @@ def watch(params: list[nn.Parameter], parts: Optional[list[_Tensor]] = None) -> 
     if "data" not in nn.Parameter.__dict__:
         nn.Parameter.data = property(_get_data, _set_data)
     return made
+
+
+def watch_of(param: nn.Parameter) -> Optional[Watch]:
+    """Who watches a parameter, if somebody does."""
+    return _watches.get(id(param))
 
 
 def unwatch(params: list[nn.Parameter]) -> None:

@@ -300,7 +300,9 @@ class PartsLoaded:
         # Modules within the outermost one that is being loaded, itself first.
         self._within: list[int] = []
         self._sources: dict[int, torch.Tensor] = {}
-        self._modules, self._handles = list(gathering.model.modules()), []
+        # Modules of torch.jit.script take no hooks, and have no parameters.
+        self._modules = [module for module in gathering.model.modules() if not isinstance(module, torch.jit.RecursiveScriptModule)]
+        self._handles: list[Any] = []
         for module in self._modules:
             vars(module)["_load_from_state_dict"] = functools.partial(self._load, module, module._load_from_state_dict)
             self._handles.append(module.register_load_state_dict_post_hook(self._loaded))

@@ -54,7 +54,12 @@ def bare_model(model: nn.Module) -> nn.Module:
     parallel = [nn.DataParallel, nn.parallel.DistributedDataParallel]
     fsdp = sys.modules.get("torch.distributed.fsdp")
     parallel += [fsdp.FullyShardedDataParallel] if fsdp is not None else []
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.RecursiveScriptModule) and next(module.parameters(), None) is not None:
+            raise NotSupported(
+                f"{name or 'the model'} is made by torch.jit.script, whose modules take no hooks: pass the module of which it was made, and script that after "
+                "close() of the run"
+            )
         if isinstance(module, tuple(parallel)):
             raise NotSupported(
                 f"the model is wrapped in {type(module).__name__}, and offloadd adds the ranks' gradients up itself: pass the model without it; with "
@@ -122,7 +127,7 @@ def protect(modules: Iterable[nn.Module]) -> None:
         raise NotSupported("a prepared model cannot be pickled, as by torch.save(model): save its state_dict, or call save_pretrained")
 
     def refuse_script() -> Any:
-        raise NotSupported("torch.jit.script of a prepared model: script it before offloadd.prepare, or after close() of its run")
+        raise NotSupported("torch.jit.script of a prepared model: script it after close() of its run")
 
     for module in modules:
         of_module = (functools.partial(_apply, module), refuse_copy, refuse_pickle, refuse_script)

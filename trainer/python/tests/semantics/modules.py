@@ -837,17 +837,29 @@ def _(s):
     return torch.jit.trace(s.begin(net(dropout=0.0)), s.x())(s.x(1))
 
 
-@compiled.refused("`torch.jit.script` of a block", "before offloadd.prepare")
+class _Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.tanh(self.up(x))
+
+
+@compiled.refused("blocks of `torch.jit.script`", "pass the module of which it was made")
 def _(s):
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(16, 16)
+    s.begin(net(block=lambda: torch.jit.script(_Tanh())))
 
-        def forward(self, x):
-            return x + torch.tanh(self.up(x))
 
-    model = net(block=Plain)
+@compiled.equal("blocks of `torch.jit.trace`")
+def _(s):
+    s.begin(net(block=lambda: torch.jit.trace(_Tanh(), torch.ones(1, 16))))
+    s.step(0)
+
+
+@compiled.refused("`torch.jit.script` of a block", "after close() of its run")
+def _(s):
+    model = net(block=_Tanh)
     s.begin(model)
     s.step(0)
     return torch.jit.script(model.blocks[0])(torch.ones(1, 16))
@@ -855,15 +867,7 @@ def _(s):
 
 @compiled.equal("`torch.fx.symbolic_trace`")
 def _(s):
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(16, 16)
-
-        def forward(self, x):
-            return x + torch.tanh(self.up(x))
-
-    traced = torch.fx.symbolic_trace(s.begin(net(block=Plain)))
+    traced = torch.fx.symbolic_trace(s.begin(net(block=_Tanh)))
     return [traced(s.x()), s.step(0), traced(s.x())][::2]
 
 

@@ -274,7 +274,7 @@ def _(s):
     s.step(0, 1)
 
 
-@several.refused("a part of a prepared model is prepared", "prepared already")
+@several.refused("a part of a prepared model is prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     s.begin()
     part = s.model.blocks
@@ -283,7 +283,7 @@ def _(s):
         offloadd.prepare(part, optimizer, s.config(), run_dir=s.dir / "part")
 
 
-@several.refused("a model with a prepared part is prepared", "prepared already")
+@several.refused("a model with a prepared part is prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     s.begin()
     whole = nn.Sequential(s.model, nn.Linear(CLASSES, 2))
@@ -291,7 +291,7 @@ def _(s):
         offloadd.prepare(whole, adamw(whole.parameters()), s.config(), run_dir=s.dir / "whole")
 
 
-@several.refused("two models share a parameter, both prepared", "prepared already")
+@several.refused("two models share a parameter, both prepared", "prepared already", devices=("cpu", "none"))
 def _(s):
     one, other = net(0), net(1)
     other.last.weight = one.last.weight
@@ -883,6 +883,163 @@ def _(s):
     s.optimizer.step()
 
 
+def _in_thread(do):
+    """What `do` returns or raises in another thread, for which this one waits."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(do).result()
+
+
+class _Meeting(Block):
+    """Its forward lets something be done in another thread."""
+
+    within = staticmethod(lambda: None)
+
+    def forward(self, x):
+        _in_thread(self.within)
+        return super().forward(x)
+
+
+def _within_forward(name, do):
+    @processes.refused(name, "two threads use a prepared model at once")
+    def _(s):
+        s.begin(net(block=_Meeting, dropout=0.0))
+        s.step(0)
+        s.model.blocks[2].within = lambda: do(s)
+        try:
+            s.step(1)
+        finally:
+            del s.model.blocks[2].within
+
+
+_within_forward("a forward while another thread is in one", lambda s: s.model.blocks[0](torch.ones(1, 16)))
+_within_forward("a read while another thread is in a forward", lambda s: s.w.norm())
+_within_forward("moments read while another thread is in a forward", lambda s: s.optimizer.state[s.w]["exp_avg"].norm())
+_within_forward("`zero_grad` while another thread is in a forward", lambda s: s.optimizer.zero_grad())
+
+
+@processes.refused("a backward while another thread is in a forward", "two threads use a prepared model at once")
+def _(s):
+    s.begin(net(block=_Meeting, dropout=0.0))
+    loss, refused = s.loss(), []
+
+    def begin():
+        try:
+            loss.backward()
+        except offloadd.NotSupported as error:
+            refused.append(error)
+
+    s.model.blocks[2].within = begin if s.run else lambda: None
+    s.step(1)
+    del s.model.blocks[2].within
+    # The other thread trains on as if nothing had been.
+    s.note(s.weights())
+    if refused:
+        raise refused[0]
+
+
+def _within_backward(name, do):
+    @processes.refused(name, "two threads use a prepared model at once")
+    def _(s):
+        s.step(0)
+        handle = s.w.register_hook(lambda grad: _in_thread(lambda: do(s)) and None)
+        try:
+            s.step(1)
+        finally:
+            handle.remove()
+
+
+_within_backward("a forward while another thread is in a backward", lambda s: s.model(s.x()))
+_within_backward("a read while another thread is in a backward", lambda s: s.model.blocks[0].up.weight.norm())
+
+
+class _Looking:
+    """What a script tracks, whose state is asked for within a step; `within` is done in another thread then."""
+
+    def __init__(self):
+        self.within = lambda: None
+
+    def state_dict(self):
+        within, self.within = self.within, lambda: None
+        _in_thread(within)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@processes.refused("a forward while another thread is in a step", "two threads use a prepared model at once", devices=("nvme",))
+def _(s):
+    tracked = _Looking()
+    s.begin(track=[tracked])
+    s.step(0)
+    s.w.grad = torch.ones_like(s.w)
+    tracked.within = lambda: s.model(s.x())
+    s.optimizer.step()
+
+
+def _within_other(name, stays):
+    @processes.equal(name)
+    def _(s):
+        s.step(0)
+        other, found = net(block=_Meeting), []
+        other.blocks[0].within = lambda: found.append(s.model.eval()(s.x()).detach())
+        with s.run.gathered() if stays and s.run else contextlib.nullcontext():
+            other(s.x())
+        s.model.train()
+        return found
+
+
+_within_other("a forward while another thread is in one of another model", stays=False)
+_within_other("a forward within `run.gathered()` while another thread is in one of another model", stays=True)
+
+
+def _at_once(name, looks):
+    """A line in which several threads look at a model that nothing trains, each of which sees what it has to or is refused."""
+
+    @processes.equal(name)
+    def _(s):
+        model = s.use(net(dropout=0.0, blocks=8))
+        s.continues = False
+
+        def again(look):
+            found = []
+            for _ in range(60):
+                with contextlib.suppress(offloadd.NotSupported), torch.no_grad():
+                    found.append(look(s, model))
+            return found
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(again, looks))
+        with torch.no_grad():
+            return [all(torch.equal(one, look(s, model)) for one in of_look) for look, of_look in zip(looks, found)]
+
+
+_at_once("evaluations of several threads at once", [lambda s, model, number=number: model(s.x(number)) for number in range(4)])
+_at_once("reads of several threads at once", [lambda s, model, number=number: model.blocks[number % 2].up.weight.clone() for number in range(4)])
+
+
+@processes.equal("threads that read, evaluate and train, with a lock")
+def _(s):
+    s.begin(net(dropout=0.0))
+    lock, ended = threading.Lock(), threading.Event()
+
+    def again(do):
+        while not ended.is_set():
+            with lock, torch.no_grad():
+                do()
+
+    looks = [lambda: s.w.norm(), lambda: s.model(s.x(3)), lambda: s.model.state_dict()["last.weight"].sum()]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        looking = [pool.submit(again, do) for do in looks]
+        try:
+            for number in range(8):
+                with lock:
+                    s.step(number)
+        finally:
+            ended.set()
+    return [one.result() for one in looking]
+
+
 @processes.refused("a model sent to a process that is spawned", "state_dict")
 def _(s):
     s.step(0)
@@ -892,7 +1049,7 @@ def _(s):
 processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.model.share_memory())
 
 
-processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: s.w.share_memory_())
+processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: [s.w.share_memory_(), s.step(0)], devices=("cpu", "none"))
 
 
 @processes.refused("`torch.distributed.broadcast` of weights", "all ranks have the same values already")

@@ -430,6 +430,7 @@ _with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.
 _with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4))
 _with("groups with their own settings", lambda m: adamw(_groups(m)), devices=BOTH)
 _with("a group of each parameter", lambda m: adamw([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(m.parameters())]))
+_with("a group with a function of a script's own", lambda m: adamw([{"params": [*m.parameters()], "rate_of": lambda step: 1 / step}]))
 _with("named parameters", lambda m: adamw(m.named_parameters()))
 _with("`foreach=True`", lambda m: adamw(m.parameters(), foreach=True))
 _with("`foreach=False`", lambda m: adamw(m.parameters(), foreach=False))
@@ -1255,6 +1256,27 @@ again.refused("an earlier one", "pass resume=False", lambda s: _start(s, (2, 3),
 again.refused("one of another run", "pass resume=False", lambda s: [_start(s, (0,)), _start(s, (1,), _trained_state())])
 
 
+def _with_states(s, state_of):
+    """Two steps, and a start that resumes with states that its optimizer has already; plain PyTorch goes on."""
+    _start(s, (0, 1))
+    if s.device is not None:
+        model = net(4)
+        optimizer = adamw(model.parameters())
+        optimizer.state.update(state_of(model))
+        s.trained.clear()
+        s.begin(model, optimizer, run_dir=s.dir / "run")
+    s.step(2)
+    return s.weights()
+
+
+def _of_no_steps(model):
+    return {param: {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)} for param in model.parameters()}
+
+
+again.equal("states of no steps, which each start makes", lambda s: _with_states(s, _of_no_steps))
+again.refused("a state of something else", "no parameter of the run", lambda s: _with_states(s, lambda model: {"number": {"of": 1}}))
+
+
 @again.refused("steps between `close` and `prepare`", "pass resume=False")
 def _(s):
     _start(s, (0, 1))
@@ -1322,11 +1344,128 @@ class _Late(Block):
         return super().forward(x - self.center)
 
 
+class _Counted(Block):
+    """Its buffer of whole numbers becomes one of fractions."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = self.mean + x.detach().mean(0)
+        return super().forward(x + self.mean)
+
+
+class _Dropping(Block):
+    """Its first pass drops a buffer, by giving it None or by deleting it."""
+
+    def __init__(self, deletes):
+        super().__init__()
+        self.deletes = deletes
+        self.register_buffer("first", torch.ones(16))
+
+    def forward(self, x):
+        if getattr(self, "first", None) is not None:
+            x = x + self.first
+            self.first = None
+            if self.deletes:
+                del self.first
+        return super().forward(x)
+
+
+class _Sharing(Block):
+    """Its first pass makes a buffer that two modules have, or gives one of two modules another one than that they have had."""
+
+    def __init__(self, begins_shared):
+        super().__init__()
+        self.reader = nn.Module()
+        shared = torch.zeros(16) if begins_shared else None
+        self.register_buffer("center", shared)
+        self.reader.register_buffer("center", shared)
+
+    def forward(self, x):
+        if self.center is None:
+            self.center = self.reader.center = x.detach().mean(0)
+        elif self.center is self.reader.center and self.training and not self.center.any():
+            self.center = x.detach().mean(0)
+        self.center += 0.5
+        return super().forward(x - self.center + 2 * self.reader.center)
+
+
+class _Spread(Block):
+    """Its buffer has one number for all its elements until the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1).expand(16))
+
+    def forward(self, x):
+        if self.training:
+            self.center = self.center + x.detach().mean(0)
+        return super().forward(x - self.center)
+
+
+class _Scripted(Block):
+    """A part of it without parameters is a module of torch.jit.script."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.jit.script(_Count())
+
+    def forward(self, x):
+        return super().forward(self.count(x))
+
+
+class _Numbered(Block):
+    """It has a number of passes that is no tensor."""
+
+    passes = 0
+
+    def get_extra_state(self):
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state):
+        self.passes = state["passes"]
+
+    def forward(self, x):
+        self.passes += self.training
+        return super().forward(x * (1 + 0.1 * self.passes))
+
+
+class _Placed(Block):
+    """Its extra state is no plain data."""
+
+    def get_extra_state(self):
+        return pathlib.Path("data")
+
+    def set_extra_state(self, state):
+        pass
+
+
+class _Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(16))
+
+    def forward(self, x):
+        self.passes += 0.25
+        return x + self.passes
+
+
 _resumed("a buffer that passes make longer, which two modules have", _Growing)
 _resumed("a buffer that the first pass makes", _Late)
 _resumed("a buffer that the first pass makes and `state_dict` leaves out", lambda: _Late(persistent=False))
 _resumed("a buffer that is None until the first pass", lambda: _Late(declared=True))
 _resumed("a buffer that is None until the first pass and `state_dict` leaves out", lambda: _Late(declared=True, persistent=False))
+_resumed("a buffer of whole numbers that becomes one of fractions", _Counted)
+_resumed("a buffer that is None after the first pass", lambda: _Dropping(deletes=False))
+_resumed("a buffer that the first pass deletes", lambda: _Dropping(deletes=True))
+_resumed("a buffer that the first pass makes for two modules", lambda: _Sharing(begins_shared=False))
+_resumed("a buffer that two modules have until the first pass", lambda: _Sharing(begins_shared=True))
+_resumed("a buffer with one number for all its elements", _Spread)
+_resumed("a buffer of a module of `torch.jit.script`", _Scripted)
+_resumed("extra state of a module", _Numbered)
 
 
 class _Tracked:
@@ -1360,7 +1499,34 @@ _resumed(
     track=lambda: _Tracked({"counts": numpy.zeros(3, dtype=numpy.float16), "steps": numpy.int64(0)}),
     before_step=_counted,
 )
+
+
+class _Loader(_Tracked):
+    """Batches in an order that is drawn when they begin, which they do when their state is asked for, too, as those of torchdata's StatefulDataLoader."""
+
+    def _begin(self):
+        if not self.state:
+            self.state["order"] = torch.randperm(4)
+        return self.state
+
+    def state_dict(self):
+        return self._begin()
+
+    def __iter__(self):
+        return iter(self._begin()["order"].tolist())
+
+
+@resumed.equal("a tracked loader that begins when its state is asked for")
+def _(s):
+    loader = _Loader({})
+    s.begin(track=[loader])
+    torch.manual_seed(7)
+    s.step(*loader)
+    return loader.state["order"]
+
+
 resumed.refused("a tracked object with a path", "hold plain data", lambda s: s.begin(track=[_Tracked({"file": pathlib.Path("data")})]))
+resumed.refused("extra state of a module with a path", "hold plain data", lambda s: s.begin(net(block=_Placed)))
 resumed.refused("a tracked object with a function", "hold plain data", lambda s: s.begin(track=[_Tracked({"make": lambda: 0})]))
 
 

@@ -1,6 +1,8 @@
 """Writes: weights that a script or a module changes itself, averages of weights, and hooks."""
 
+import contextlib
 import copy
+from multiprocessing.reduction import ForkingPickler
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,8 @@ from torch import nn
 from torch.nn import init
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
+import offloadd
+from offloadd import _zero
 from table import Block, Net, Theme, adamw, net, randomized
 
 
@@ -48,6 +52,59 @@ _writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
 _writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
 
 _writes("`_fused_sgd_` of an optimizer of a script's own", lambda w: _fused(w))
+
+
+def _stays(name, phrase, change):
+    """A line in which something is done to weights that stay in memory, before the first step."""
+
+    @written.refused(name, phrase, devices=("none",))
+    def _(s):
+        s.begin()
+        with torch.no_grad():
+            change(s.w)
+        s.step(0)
+
+
+_stays("`w.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.add_(0.1))
+_stays("`w.data.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.data.add_(0.1))
+_stays("`w.numpy()` of weights that stay in memory, written before a step", "only optimizer.step() changes weights", lambda w: w.numpy().__imul__(2))
+_stays("`w.detach().share_memory_()` of weights that stay in memory", "send a clone() of it", lambda w: w.detach().share_memory_())
+
+
+def _not_made(name, change):
+    """A line in which a script goes on after a write was refused, with the weights of before."""
+
+    @written.equal(name, devices=("cpu", "none"))
+    def _(s):
+        s.step(0)
+        with torch.no_grad(), contextlib.suppress(offloadd.NotSupported):
+            if s.run:
+                change(s.w)
+                s.step(1)
+        s.optimizer.zero_grad()
+        s.step(2)
+        return s.weights()
+
+
+_not_made("a write that is refused, and the next batch", lambda w: w.add_(0.5))
+_not_made("a write through `data` that is refused, and the next batch", lambda w: w.data.add_(0.5))
+
+
+@written.equal("`GatheredParameters` with `modifier_rank=0`, written", devices=("cpu", "none"))
+def _(s):
+    s.step(0)
+    if s.run:
+        _zero.remember(s.run)
+    with _zero.GatheredParameters([s.w], modifier_rank=0), torch.no_grad():
+        s.w.mul_(0.5)
+    # Takes memory that was given back.
+    taken = [torch.full((elems,), 7.0) for elems in range(64, 4096, 64)]
+    s.step(1)
+    return [s.weights(), len(taken)]
+
+
+_stays("weights that stay in memory, sent to another process", "send a clone() of it", lambda w: ForkingPickler.dumps(w.data))
+
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
 written.refused("`model.apply(init)`", BEFORE, lambda s: [s.step(), s.model.apply(_init), s.step(1)])
