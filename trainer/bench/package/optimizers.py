@@ -22,7 +22,7 @@ A row is a process and a line of JSON, printed when it ends. bound_s, of rows of
 it), then bus_s, memory_s or drive_s, the longest one: gradients and parameters on the bus, both at once, each at the rate of a copy from or to pinned
 memory; what an update reads and writes of host memory, at the rate of a copy there; what it writes to drives, and reads of them beyond what staging
 holds, which is read while the model computes. With overlap_commit what staging holds is written in the next step. Clipped updates wait for the norm of
-all gradients, so they follow backward; those that begin in backward need not: their bound is the longest of all. Never less than the run's own bound,
+all gradients, so they follow backward; those that begin in backward take place beside it, after forward. Never less than the run's own bound,
 all bytes at the rates of the drives. of_the_bound: bound_s / step_s.
 """
 
@@ -138,19 +138,21 @@ def measure(args):
         def alone():
             tokens = torch.randint(vocabulary, shape, device=args.device)
             loss = model(input_ids=tokens, labels=tokens).loss
+            wait(args.device)
+            forward_ended = time.perf_counter()
             loss.backward()
             model.zero_grad()
-            return loss.detach(), []
+            return loss.detach(), [forward_ended]
 
         rates = bus_rates(args.device)
         # Updates that begin in backward may slow it down.
-        (alone_s,), _ = timed(alone, 3, args.device) if OURS.get(args.row) else ((None,), [])
+        alone_s, _ = timed(alone, 3, args.device) if OURS.get(args.row) else (None, [])
         forget_peak(args.device)
         (compute_s, update_s), losses = timed(step, args.steps, args.device)
         row = {"params": params, "step_s": compute_s + update_s, "compute_s": compute_s, "update_s": update_s}
         row |= derived(params, row["step_s"], args)
         if args.row in OURS:
-            row |= bound_of(args, optimizer, params, alone_s or compute_s, rates)
+            row |= bound_of(args, optimizer, params, alone_s or (compute_s, 0.0), rates)
             row["of_the_bound"] = row["bound_s"] / row["step_s"]
             optimizer.close()
         show(**row, gpu_gib=peak_gib(args.device), first_loss=losses[0], last_loss=losses[-1], torch=torch.__version__)
@@ -243,8 +245,8 @@ def host_rate():
     return 2 * source.nbytes / min(took)
 
 
-def bound_of(args, optimizer, params, compute_s, rates):
-    """The least seconds of a step of ours."""
+def bound_of(args, optimizer, params, alone_s, rates):
+    """The least seconds of a step of ours; `alone_s`: of what an update follows, and of what it may take place beside."""
     to_gpu, from_gpu = rates
     bus_s = max(2 * params / to_gpu, 2 * params / from_gpu) if to_gpu else 0.0
     memory_s = planned.update_bytes(optimizer._run.plan) / host_rate()
@@ -254,7 +256,7 @@ def bound_of(args, optimizer, params, compute_s, rates):
     if args.row.startswith("drive"):
         drive_s = drive_time(drive_figures(run), last["device_read_bytes"], last["device_written_bytes"], args.row == "drive-overlap")
         found |= {"written_bytes": last["device_written_bytes"], "drive_s": drive_s, "drive_bound_s": last["bound_s"]}
-    found["bound_s"] = step_bound(compute_s, [bus_s, memory_s, found.get("drive_s", 0.0)], found.get("drive_bound_s", 0.0), begun=OURS[args.row])
+    found["bound_s"] = step_bound(alone_s, [bus_s, memory_s, found.get("drive_s", 0.0)], found.get("drive_bound_s", 0.0))
     return found
 
 
@@ -273,11 +275,11 @@ def drive_time(figures, read_bytes, written_bytes, overlaps_commit):
     return max(0.0, (read_bytes - staged) / figures["read_bytes_per_s"], written_bytes / figures["write_bytes_per_s"])
 
 
-def step_bound(compute_s, update_s, all_s, begun):
-    """The least seconds of a step whose update takes the longest of `update_s`, after forward and backward unless it is begun in them; `all_s` is that of
+def step_bound(alone_s, update_s, all_s):
+    """The least seconds of a step whose update takes the longest of `update_s`: after the first of `alone_s` and beside the second. `all_s` is that of
     all bytes of a step on drives, wherever in it they move."""
-    longest = max(update_s)
-    return max(all_s, max(compute_s, longest) if begun else compute_s + longest)
+    before, beside = alone_s
+    return max(all_s, before + max(beside, *update_s))
 
 
 if __name__ == "__main__":

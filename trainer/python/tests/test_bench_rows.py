@@ -184,6 +184,6 @@ def test_a_clipped_update_on_drives_follows_forward_and_backward():
     # What staging has read meanwhile is there when the update begins.
     assert optimizers.drive_time({**figures, "write_bytes_per_s": 1e9}, 60, 100, overlaps_commit=False) == 4.0
     # Forward and backward take 7 seconds, the bus 3.
-    assert optimizers.step_bound(7.0, [3.0, drive_s], 20.0, begun=False) == 27.0
-    assert optimizers.step_bound(7.0, [3.0, drive_s], 20.0, begun=True) == 20.0
-    assert optimizers.step_bound(7.0, [3.0, 0.0], 20.0, begun=False) == 20.0
+    assert optimizers.step_bound((7.0, 0.0), [3.0, drive_s], 20.0) == 27.0
+    assert optimizers.step_bound((2.0, 5.0), [3.0, drive_s], 20.0) == 22.0
+    assert optimizers.step_bound((2.0, 5.0), [3.0, 0.0], 20.0) == 20.0
