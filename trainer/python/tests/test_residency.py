@@ -12,6 +12,7 @@ import torch
 import offloadd
 from offloadd import _opening, _residency, _whole, _zero
 from offloadd._config import settings_of
+from offloadd._console import bytes_text
 from offloadd._memory import GpuBytes, GpuMemory, HostMemory
 from ranks import on_ranks
 from test_engine import WRITES, adapted, frozen_block, pair
@@ -656,7 +657,7 @@ def test_a_unit_without_room_names_the_key():
         memory.expect(units[0])
     units[1].kept = True
     with pytest.raises(
-        torch.cuda.OutOfMemoryError, match=r"out of memory. 0.0 GiB of weights stay .* no room for blocks.0: set offloadd.gpu_resident_fraction"
+        torch.cuda.OutOfMemoryError, match=r"out of memory. [0-9.]+ [KM]iB of weights stay .* no room for blocks.0: set offloadd.gpu_resident_fraction"
     ):
         memory.expect(units[0])
 
@@ -671,7 +672,9 @@ def test_a_full_gpu_is_told_with_what_stays_there(margin, capfd):
     _residency._say_full(index + 1, 1, 2, 3)
     assert not capfd.readouterr().err
     _residency._say_full(index, 1, 2, 3)
-    assert f"GPU {index} is full, and 0.0 GiB of weights stay there: set offloadd.gpu_resident_fraction lower" in capfd.readouterr().err
+    assert (
+        f"GPU {index} is full, and {bytes_text(one.residency.bytes)} of weights stay there: set offloadd.gpu_resident_fraction lower" in capfd.readouterr().err
+    )
 
 
 def train_on_rank(rank, count, dir, stay):

@@ -8,6 +8,7 @@ import torch
 
 from . import _offloadd
 from ._config import Settings
+from ._console import bytes_text
 from ._copies import Copies, GpuCopies
 from ._errors import Error, NotSupported
 from ._ranks import Ranks
@@ -295,7 +296,7 @@ class GpuMemory:
             if not stay:
                 raise
             raise type(error)(
-                f"{error}. {stay / 2**30:.1f} GiB of weights stay on the GPU and leave no room for {unit.name}: set offloadd.gpu_resident_fraction lower"
+                f"{error}. {bytes_text(stay)} of weights stay on the GPU and leave no room for {unit.name}: set offloadd.gpu_resident_fraction lower"
             ) from None
 
     def ready(self, unit: Unit) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional, Sequence
 
 import torch
 
-from ._console import say
+from ._console import bytes_text, say
 from ._forwards import tensors_in
 from ._gathering import Gathering
 from ._memory import GpuBytes, GpuDevice, gpu_weight_bytes
@@ -309,19 +309,19 @@ class Residency:
     # Lines
 
     def _say_what_stays(self, room: int) -> None:
-        left = f"{_text(room)} of GPU memory were left at the highest moment, and {_text(self._margin_bytes)} are kept for steps that take more"
+        left = f"{bytes_text(room)} of GPU memory were left at the highest moment, and {bytes_text(self._margin_bytes)} are kept for steps that take more"
         if not self.level:
             return say(f"{self._run_dir}: no weights stay on the GPU: {left}")
         before, now = (self.levels.bus_bytes(level, lambda unit: unit.came) for level in (0, self.level))
         say(
-            f"{self._run_dir}: {_text(self.bytes)} of {_text(self.levels.all_bytes)} of weights stay on the GPU (offloadd.gpu_resident_fraction), and "
-            f"{_text(now)} in place of {_text(before)} come in a {'step' if self._gathering.trains else 'pass'}: {left}"
+            f"{self._run_dir}: {bytes_text(self.bytes)} of {bytes_text(self.levels.all_bytes)} of weights stay on the GPU (offloadd.gpu_resident_fraction), and "
+            f"{bytes_text(now)} in place of {bytes_text(before)} come in a {'step' if self._gathering.trains else 'pass'}: {left}"
         )
 
     def _say_less(self) -> None:
         if time.monotonic() - self._said_s >= _LINE_S:
             self._said_s = time.monotonic()
-            say(f"{self._run_dir}: steps take more GPU memory: {_text(self.bytes)} of weights stay there (offloadd.gpu_resident_fraction)")
+            say(f"{self._run_dir}: steps take more GPU memory: {bytes_text(self.bytes)} of weights stay there (offloadd.gpu_resident_fraction)")
 
 
 @functools.cache
@@ -336,11 +336,7 @@ def _say_full(index: int, *_: Any) -> None:
     """PyTorch has found no memory on a GPU."""
     stay = sum(one.bytes for one in list(_open) if one._gpu.index == index)
     if stay:
-        say(f"GPU {index} is full, and {_text(stay)} of weights stay there: set offloadd.gpu_resident_fraction lower, or to 0")
-
-
-def _text(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+        say(f"GPU {index} is full, and {bytes_text(stay)} of weights stay there: set offloadd.gpu_resident_fraction lower, or to 0")
 
 
 def _numbers_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
