@@ -12,6 +12,7 @@ import torch
 
 import forks
 import offloadd
+from offloadd import _buffers
 from offloadd._config import settings_of
 from test_engine import adapted, frozen_block, frozen_but_the_head, norms_in_fp32
 from toy import Net, randomize
@@ -577,3 +578,12 @@ def test_a_directory_that_is_no_text_is_named(tmp_path, what):
             config("nvme", bad if what == "nvme_path" else tmp_path),
             run_dir=bad if what == "run_dir" else tmp_path / "run",
         )
+
+
+def test_buffers_of_an_older_commit_are_read():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model[0].register_buffer("made", torch.ones(2))
+    buffers = _buffers.Buffers(model)
+    values = {name: torch.full_like(one, 5) for name, one in model.named_buffers()}
+    assert buffers.restore({"buffers": values}) == []
+    assert all(torch.equal(one, values[name]) for name, one in model.named_buffers())

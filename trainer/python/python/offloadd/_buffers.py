@@ -35,10 +35,11 @@ class Buffers:
         return {"extra": extra, "buffers": kept, "dropped": [name for name in self._first if name not in kept], "unsaved": _unsaved(self._model)}
 
     def restore(self, state: Mapping[str, Any]) -> list[str]:
-        """Makes the model's buffers and extra states those of `state`. Returns the names of those whose modules are not there."""
+        """Makes the model's buffers and extra states those of `state`, which may be of a commit before some of its parts were kept. Returns the names of
+        those whose modules are not there."""
         modules, lost = dict(self._model.named_modules()), []
         device = next((one.device for one in (*self._model.buffers(), *self._model.parameters())), None)
-        for name in state["dropped"]:
+        for name in state.get("dropped", ()):
             path, _, own = name.rpartition(".")
             if own in getattr(modules.get(path), "_buffers", {}):
                 delattr(modules[path], own)
@@ -62,8 +63,8 @@ class Buffers:
             if own in module._buffers:
                 module._buffers[own] = made[first]
             else:
-                module.register_buffer(own, made[first], persistent=name not in state["unsaved"])
-        for path, extra in state["extra"].items():
+                module.register_buffer(own, made[first], persistent=name not in state.get("unsaved", ()))
+        for path, extra in state.get("extra", {}).items():
             if path in modules and _has(modules[path], "set_extra_state"):
                 modules[path].set_extra_state(extra)
             else:
