@@ -140,15 +140,16 @@ class Gradients:
         zeros = {key for key, held in self.handles.items() if held.zero and key not in dropped} | emptied
         # Zeros to which nothing has come change nothing.
         changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.handles.values())
-        self._partial = {key: why for key, why in self._partial.items() if key not in dropped | zeros}
+        settled = dropped | zeros
+        self._partial = {key: why for key, why in self._partial.items() if key not in settled}
         # Those go on to be the gradients.
         shown = {key: held for key, held in self._shown.items() if key in zeros}
-        if len(dropped | zeros) == len(self.handles) and not given:
+        if len(settled) == len(self.handles) and not given:
             # Other ways to write zero_grad().
             self.forget_sums()
         elif self.applied:
             # An error when somebody uses them, and none where zero_grad() comes first: a critic's gradients of the generator's loss.
-            self._partial.update(dict.fromkeys((self.handles.keys() | given.keys()) - dropped - zeros, PARTIAL))
+            self._partial.update(dict.fromkeys((self.handles.keys() | given.keys()) - settled, PARTIAL))
             self.forget_sums()
         elif changed:
             raise NotSupported(

@@ -547,26 +547,24 @@ def _(s):
     return model.blocks[0].up.weight.grad is not None
 
 
-@optimizers.refused("clipping with gradients of parameters in no optimizer, which add up in plain PyTorch", "is in no group of the optimizer")
-def _(s):
-    model = net()
+def clip_all(s, model, forget):
+    """Steps with gradients of the whole model clipped, of which the optimizer has the last layer."""
     s.begin(model, adamw(model.last.parameters()))
     for number in range(2):
         s.backward(number)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         s.optimizer.step()
-        s.optimizer.zero_grad()
+        forget(model)
+
+
+@optimizers.refused("clipping with gradients of parameters in no optimizer, which add up in plain PyTorch", "is in no group of the optimizer")
+def _(s):
+    clip_all(s, net(), lambda model: s.optimizer.zero_grad())
 
 
 @optimizers.equal("clipping with gradients of parameters in no optimizer, and `model.zero_grad()`")
 def _(s):
-    model = net()
-    s.begin(model, adamw(model.last.parameters()))
-    for number in range(2):
-        s.backward(number)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        s.optimizer.step()
-        model.zero_grad()
+    clip_all(s, net(), lambda model: model.zero_grad())
 
 
 @optimizers.refused("two optimizers, the second is not prepared", "not given to offloadd.prepare")
