@@ -278,7 +278,7 @@ impl Release {
 }
 
 /// Settings that a plan chooses if they are "auto".
-const RELEASES: [Release; 8] = [
+static RELEASES: [Release; 8] = [
     Release {
         key: "train.activation_checkpointing",
         is_set: |settings| {
@@ -340,8 +340,8 @@ const RELEASES: [Release; 8] = [
 
 /// Those that the run sets.
 fn releases(settings: &RunSettings) -> Vec<&'static Release> {
-    static ALL: &[Release] = &RELEASES;
-    ALL.iter()
+    RELEASES
+        .iter()
         .filter(|release| (release.is_set)(settings))
         .collect()
 }
