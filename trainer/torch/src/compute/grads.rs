@@ -1,14 +1,14 @@
 //! Sums a unit's gradients until they are written to one flat buffer.
 //!
 //! The first contribution to a parameter is kept unchanged. Further ones are summed in fp32 in order of
-//! arrival, and the sum is rounded once at the end. So one micro-batch needs no fp32 buffer, and the sum of
-//! several keeps what 16 bits cannot represent.
+//! arrival, matrix products without being rounded before, and the sum is rounded once at the end. So one
+//! micro-batch needs no fp32 buffer, and the sum of several keeps what 16 bits cannot represent.
 
 use std::ops::Range;
 
 use kernels::gpu::DeviceBuffer;
 use kernels_torch::{device_view, with_tensor_over};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use super::ComputeError;
 use super::linear::at_least_fp32;
@@ -22,7 +22,18 @@ pub struct GradSink {
     device: Device,
     /// The unit's flat gradient on a GPU: its final buffer, or one made when the first product is written.
     flat: Option<Tensor>,
+    /// The unit's flat sums in fp32 at least, from the second gradient of a parameter on.
+    sums: Option<Tensor>,
     params: Vec<Sum>,
+}
+
+/// What a product does to the matrix that it is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Written {
+    /// Replaces it.
+    Over,
+    /// Is added to it, without being rounded before. The matrix is fp32 at least.
+    Added,
 }
 
 /// fp32 memory for a unit's sums of gradients between groups of micro-batches.
@@ -36,9 +47,8 @@ impl GradSums {
         layout: &UnitLayout,
         kind: Kind,
     ) -> Result<Self, ComputeError> {
-        let elems = [layout.elems as i64];
         Ok(Self {
-            flat: Tensor::f_zeros(elems, (at_least_fp32(kind), device))?,
+            flat: empty_sums(device, layout, kind)?,
         })
     }
 }
@@ -46,8 +56,8 @@ impl GradSums {
 enum Sum {
     Nothing,
     One(Tensor),
-    /// Owned exclusively, fp32 at least.
-    Many(Tensor),
+    /// In the sink's flat sums.
+    Many,
 }
 
 impl GradSink {
@@ -62,6 +72,7 @@ impl GradSink {
             kind,
             device,
             flat: None,
+            sums: None,
             params: layout.params.iter().map(|_| Sum::Nothing).collect(),
         }
     }
@@ -92,28 +103,50 @@ impl GradSink {
             self.layout.params[param].elems(),
             "a gradient has its parameter's size"
         );
-        let slot = &mut self.params[param];
-        *slot = match std::mem::replace(slot, Sum::Nothing) {
-            Sum::Nothing => Sum::One(grad),
-            // Not in place: the first gradient may be a view, and it has the stored kind.
-            Sum::One(first) => Sum::Many(widened(&first)?.f_add(&grad)?),
-            Sum::Many(mut sum) => {
-                let _ = sum.f_add_(&grad)?;
-                Sum::Many(sum)
-            }
-        };
+        if matches!(self.params[param], Sum::Nothing) {
+            self.params[param] = Sum::One(grad);
+            return Ok(());
+        }
+        let _ = self.summed(param)?.f_add_(&grad.f_reshape([-1])?)?;
         Ok(())
     }
 
+    /// Moves the gradient of parameter number `param`, which has one, to the flat sums. Returns its place there, one row.
+    fn summed(&mut self, param: usize) -> Result<Tensor, ComputeError> {
+        let sums = match &self.sums {
+            Some(sums) => sums.shallow_clone(),
+            None => empty_sums(self.device, &self.layout, self.kind)?,
+        };
+        let mut place = place_of(&sums, &self.layout.params[param])?;
+        self.sums = Some(sums);
+        if let Sum::One(first) = std::mem::replace(&mut self.params[param], Sum::Many) {
+            place.f_copy_(&first.f_reshape([-1])?)?;
+        }
+        Ok(place)
+    }
+
     /// Adds the sums of `other`: those of another use of the unit. Parameters without a gradient there are unchanged.
-    pub fn add_sums(&mut self, other: GradSink) -> Result<(), ComputeError> {
-        for (param, sum) in other.params.into_iter().enumerate() {
-            match sum {
-                Sum::Nothing => {}
-                Sum::One(grad) | Sum::Many(grad) => self.add(param, grad)?,
+    pub fn add_sums(&mut self, mut other: GradSink) -> Result<(), ComputeError> {
+        for param in 0..other.params.len() {
+            if let Some(grad) = other.take(param)? {
+                self.add(param, grad)?;
             }
         }
         Ok(())
+    }
+
+    /// Takes the gradient of parameter number `param`, if it has one.
+    pub(super) fn take(&mut self, param: usize) -> Result<Option<Tensor>, ComputeError> {
+        Ok(
+            match std::mem::replace(&mut self.params[param], Sum::Nothing) {
+                Sum::Nothing => None,
+                Sum::One(grad) => Some(grad),
+                Sum::Many => {
+                    let sums = self.sums.as_ref().expect("several gradients were summed");
+                    Some(place_of(sums, &self.layout.params[param])?)
+                }
+            },
+        )
     }
 
     /// Moves the sums to `sums`, where gradients of later micro-batches are added to them. No bit changes, because fp32
@@ -122,53 +155,56 @@ impl GradSink {
     /// # Errors
     /// Torch fails.
     pub fn keep_in(&mut self, sums: &GradSums) -> Result<(), ComputeError> {
-        self.flat = None;
-        for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
-            let grad = match std::mem::replace(slot, Sum::Nothing) {
-                Sum::Nothing => continue,
-                Sum::One(grad) | Sum::Many(grad) => grad,
-            };
-            let (start, elems) = (param.offset_elems as i64, param.elems() as i64);
-            let mut place = sums.flat.f_narrow(0, start, elems)?.f_view_as(&grad)?;
-            if grad.data_ptr() != place.data_ptr() {
-                place.f_copy_(&grad)?;
+        let before = self.sums.replace(sums.flat.shallow_clone());
+        let before = before.filter(|before| before.data_ptr() != sums.flat.data_ptr());
+        for param in 0..self.params.len() {
+            match (&self.params[param], &before) {
+                (Sum::One(_), _) => drop(self.summed(param)?),
+                (Sum::Many, Some(before)) => {
+                    let layout = &self.layout.params[param];
+                    place_of(&sums.flat, layout)?.f_copy_(&place_of(before, layout)?)?;
+                }
+                (Sum::Nothing, _) | (Sum::Many, None) => {}
             }
-            *slot = Sum::Many(place);
         }
+        self.flat = None;
         Ok(())
     }
 
-    /// Adds a gradient of consecutive parameters whose rows have the same length. `write` overwrites the
-    /// matrix of all their rows that it receives; if possible, that matrix is a part of the flat buffer
-    /// itself.
+    /// Adds a gradient of consecutive parameters whose rows have the same length, a matrix of all their rows. `write` is
+    /// told what to do with the matrix that it receives: a part of the flat gradient or of the flat sums, if possible.
     pub(super) fn add_product(
         &mut self,
         params: Range<usize>,
-        write: impl FnOnce(&Tensor) -> Result<(), ComputeError>,
+        write: impl FnOnce(&Tensor, Written) -> Result<(), ComputeError>,
     ) -> Result<(), ComputeError> {
         let layouts = &self.layout.params[params.clone()];
-        let first_elem = layouts[0].offset_elems;
-        let elems: usize = layouts.iter().map(ParamLayout::elems).sum();
-        let matrix = [-1, layouts[0].shape[1] as i64];
-        let nothing = |sum: &Sum| matches!(sum, Sum::Nothing);
-        let direct = adjacent(layouts) && self.params[params.clone()].iter().all(nothing);
-        let empty = |elems: usize| Tensor::f_empty([elems as i64], (self.kind, self.device));
-        let (flat, start) = if direct && self.device != Device::Cpu {
+        let first_elem = layouts[0].offset_elems as i64;
+        let elems = layouts.iter().map(ParamLayout::elems).sum::<usize>() as i64;
+        let rows = [-1, layouts[0].shape[1] as i64];
+        let matrix = |flat: &Tensor, start| flat.f_narrow(0, start, elems)?.f_view(rows);
+        let adjacent = adjacent(layouts);
+        let slots = &self.params[params.clone()];
+        let first = slots.iter().all(|sum| matches!(sum, Sum::Nothing));
+        if adjacent && !slots.iter().any(|sum| matches!(sum, Sum::Nothing)) {
+            for param in params {
+                let _ = self.summed(param)?;
+            }
+            let sums = self.sums.as_ref().expect("they were moved there");
+            return write(&matrix(sums, first_elem)?, Written::Added);
+        }
+        let empty = |elems| Tensor::f_empty([elems], (self.kind, self.device));
+        let (flat, mut start) = if adjacent && first && self.device != Device::Cpu {
             let flat = match &self.flat {
                 Some(flat) => flat.shallow_clone(),
-                None => empty(self.layout.elems)?,
+                None => empty(self.layout.elems as i64)?,
             };
             self.flat = Some(flat.shallow_clone());
             (flat, first_elem)
         } else {
             (empty(elems)?, 0)
         };
-        write(
-            &flat
-                .f_narrow(0, start as i64, elems as i64)?
-                .f_view(matrix)?,
-        )?;
-        let mut start = start as i64;
+        write(&matrix(&flat, start)?, Written::Over)?;
         for param in params {
             let elems = self.layout.params[param].elems() as i64;
             self.add(param, flat.f_narrow(0, start, elems)?)?;
@@ -240,12 +276,11 @@ impl GradSink {
 
     /// Moves all gradients into `flat`, which has the unit's length.
     fn gather(&mut self, flat: &Tensor) -> Result<(), ComputeError> {
-        for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
-            let grad = match std::mem::replace(slot, Sum::Nothing) {
-                Sum::One(grad) | Sum::Many(grad) => grad,
-                Sum::Nothing => panic!("{} got no gradient", param.name),
-            };
-            let mut place = flat.f_narrow(0, param.offset_elems as i64, param.elems() as i64)?;
+        for param in 0..self.params.len() {
+            let grad = self.take(param)?;
+            let param = &self.layout.params[param];
+            let grad = grad.unwrap_or_else(|| panic!("{} got no gradient", param.name));
+            let mut place = place_of(flat, param)?;
             // A product may already have been written to its final place.
             if grad.data_ptr() != place.data_ptr() {
                 place.f_copy_(&grad.f_reshape([-1])?)?;
@@ -255,16 +290,19 @@ impl GradSink {
             let _ = flat.f_narrow(0, start as i64, length as i64)?.f_zero_()?;
         }
         self.flat = None;
+        self.sums = None;
         Ok(())
     }
 }
 
-/// Converts 16-bit tensors to fp32; others are unchanged.
-fn widened(tensor: &Tensor) -> Result<Tensor, ComputeError> {
-    Ok(match tensor.kind() {
-        Kind::BFloat16 | Kind::Half => tensor.f_to_kind(Kind::Float)?,
-        _ => tensor.shallow_clone(),
-    })
+/// Memory for the flat sums of a unit whose gradients are stored as `kind`.
+fn empty_sums(device: Device, layout: &UnitLayout, kind: Kind) -> Result<Tensor, TchError> {
+    Tensor::f_empty([layout.elems as i64], (at_least_fp32(kind), device))
+}
+
+/// Returns the part of `flat`, which has a unit's length, that belongs to a parameter.
+fn place_of(flat: &Tensor, param: &ParamLayout) -> Result<Tensor, TchError> {
+    flat.f_narrow(0, param.offset_elems as i64, param.elems() as i64)
 }
 
 /// Returns the parts of a unit's buffer that belong to no parameter: (start, length).

@@ -13,6 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::product;
 use crate::compute::ComputeError;
+use crate::compute::grads::Written;
 
 /// Implementation of a block's products.
 pub(crate) enum Products {
@@ -122,20 +123,29 @@ impl Products {
         }
     }
 
-    /// Writes a weight's gradient, the transposed `grad` [n, m] times `x` [n, k], to `out` [m, k].
+    /// Writes a weight's gradient, the transposed `grad` [n, m] times `x` [n, k], to `out` [m, k]. Products of 8 bits are
+    /// rounded to bf16 before they are added, because torch's product of such numbers adds nothing.
     pub(super) fn weight_grad(
         &self,
         out: &Tensor,
+        written: Written,
         grad: &Factor,
         x: &Factor,
     ) -> Result<(), ComputeError> {
         match (&grad.fp8, &x.fp8) {
             (Some(a), Some(b)) => {
                 let (a, b) = (transposed(a), transposed(b));
-                let _ = self.fp8_product(a, b, None, Some(out), Fp8Sums::Exact)?;
+                let over = (written == Written::Over).then_some(out);
+                let product = self.fp8_product(a, b, None, over, Fp8Sums::Exact)?;
+                if written == Written::Added {
+                    let _ = out.shallow_clone().f_add_(&product)?;
+                }
                 Ok(())
             }
-            _ => product::weight_grad(out, grad.own, x.own),
+            _ => match written {
+                Written::Over => product::weight_grad(out, grad.own, x.own),
+                Written::Added => product::weight_grad_added(out, grad.own, x.own),
+            },
         }
     }
 
@@ -254,7 +264,14 @@ mod tests {
             let weight = |layout| products.weight(&weight, layout, &largest).unwrap();
             let of_weight = Tensor::empty([outputs, inputs], (Kind::BFloat16, Device::Cpu));
             let transposed = Fp8Layout::Transposed;
-            (products.weight_grad(&of_weight, &gradient, &input(transposed))).unwrap();
+            let of_weight_input = input(transposed);
+            let write = |out: &Tensor, written| {
+                (products.weight_grad(out, written, &gradient, &of_weight_input)).unwrap();
+            };
+            write(&of_weight, Written::Over);
+            let summed = Tensor::ones([outputs, inputs], (Kind::Float, Device::Cpu));
+            write(&summed, Written::Added);
+            assert!(summed.equal(&(of_weight.to_kind(Kind::Float) + 1.0)));
             [
                 (products.times_transposed_plus(&input(straight), &weight(straight), Some(&bias)))
                     .unwrap(),

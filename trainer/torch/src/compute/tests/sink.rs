@@ -1,6 +1,7 @@
 //! Tests of summing and storing gradients.
 
 use super::*;
+use crate::compute::grads::Written;
 use training_run::model::{Dtype, InitialValue, ParamLayout, ParamRole, UnitLayout};
 
 fn layout() -> UnitLayout {
@@ -98,6 +99,62 @@ fn sums_kept_between_groups_are_those_of_all_gradients_at_once() {
     assert!(expected.iter().all(|value| value.is_finite()));
     for keeps in [&[1][..], &[2], &[1, 2, 3, 4], &[2, 4]] {
         assert_eq!(summed(keeps), expected, "{keeps:?}");
+    }
+}
+
+#[test]
+fn further_products_are_added_to_the_sums_without_being_rounded() {
+    // Two matrices whose rows are joined, and one after a gap.
+    let mut layout = layout();
+    let joined = |name: &str, rows, offset_elems| ParamLayout {
+        name: name.into(),
+        shape: vec![rows, 3],
+        offset_elems,
+        ..layout.params[0].clone()
+    };
+    layout.params = vec![joined("a", 2, 0), joined("b", 1, 6), joined("c", 2, 64)];
+    let memory = GradSums::on(tch::Device::Cpu, &layout, Kind::BFloat16).unwrap();
+    let summed = |keeps: &[i32]| {
+        let mut sink = GradSink::new(&layout, Dtype::Bf16);
+        for number in 0..4 {
+            if keeps.contains(&number) {
+                sink.keep_in(&memory).unwrap();
+            }
+            for (params, rows) in [(0..2, 3), (2..3, 2)] {
+                let write = |out: &tch::Tensor, written| {
+                    assert_eq!(out.size(), [rows, 3]);
+                    // A sum of these needs more bits than bf16 has, and so does the second.
+                    let value = if number == 0 {
+                        256.0
+                    } else {
+                        0.25 + 2f64.powi(-9)
+                    };
+                    match written {
+                        Written::Over => assert_eq!((number, out.kind()), (0, Kind::BFloat16)),
+                        Written::Added => assert_eq!((number > 0, out.kind()), (true, Kind::Float)),
+                    }
+                    let before = if written == Written::Added {
+                        out.shallow_clone()
+                    } else {
+                        out.zeros_like()
+                    };
+                    out.shallow_clone().copy_(&(before + value));
+                    Ok(())
+                };
+                sink.add_product(params, write).unwrap();
+            }
+        }
+        let sums: Vec<f32> = (0..3)
+            .flat_map(|param| {
+                let sum = sink.take(param).unwrap().unwrap();
+                Vec::<f32>::try_from(&sum.view([-1])).unwrap()
+            })
+            .collect();
+        sums
+    };
+    let expected = 256.0 + 3.0 * (0.25 + 2f32.powi(-9));
+    for keeps in [&[][..], &[1], &[2, 3]] {
+        assert_eq!(summed(keeps), [expected; 15], "{keeps:?}");
     }
 }
 
