@@ -29,11 +29,11 @@ pub struct GradSink {
 
 /// What a product does to the matrix that it is given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Written {
+pub(super) enum WriteMode {
     /// Replaces it.
-    Over,
+    Replace,
     /// Is added to it, without being rounded before. The matrix is fp32 at least.
-    Added,
+    Add,
 }
 
 /// fp32 memory for a unit's sums of gradients between groups of micro-batches.
@@ -128,7 +128,7 @@ impl GradSink {
     /// Adds the sums of `other`: those of another use of the unit. Parameters without a gradient there are unchanged.
     pub fn add_sums(&mut self, mut other: GradSink) -> Result<(), ComputeError> {
         for param in 0..other.params.len() {
-            if let Some(grad) = other.take(param)? {
+            if let Some(grad) = other.take_grad(param)? {
                 self.add(param, grad)?;
             }
         }
@@ -136,7 +136,7 @@ impl GradSink {
     }
 
     /// Takes the gradient of parameter number `param`, if it has one.
-    pub(super) fn take(&mut self, param: usize) -> Result<Option<Tensor>, ComputeError> {
+    pub(super) fn take_grad(&mut self, param: usize) -> Result<Option<Tensor>, ComputeError> {
         Ok(
             match std::mem::replace(&mut self.params[param], Sum::Nothing) {
                 Sum::Nothing => None,
@@ -176,7 +176,7 @@ impl GradSink {
     pub(super) fn add_product(
         &mut self,
         params: Range<usize>,
-        write: impl FnOnce(&Tensor, Written) -> Result<(), ComputeError>,
+        write: impl FnOnce(&Tensor, WriteMode) -> Result<(), ComputeError>,
     ) -> Result<(), ComputeError> {
         let layouts = &self.layout.params[params.clone()];
         let first_elem = layouts[0].offset_elems as i64;
@@ -191,7 +191,7 @@ impl GradSink {
                 let _ = self.summed(param)?;
             }
             let sums = self.sums.as_ref().expect("they were moved there");
-            return write(&matrix(sums, first_elem)?, Written::Added);
+            return write(&matrix(sums, first_elem)?, WriteMode::Add);
         }
         let empty = |elems| Tensor::f_empty([elems], (self.kind, self.device));
         let (flat, mut start) = if adjacent && first && self.device != Device::Cpu {
@@ -204,7 +204,7 @@ impl GradSink {
         } else {
             (empty(elems)?, 0)
         };
-        write(&matrix(&flat, start)?, Written::Over)?;
+        write(&matrix(&flat, start)?, WriteMode::Replace)?;
         for param in params {
             let elems = self.layout.params[param].elems() as i64;
             self.add(param, flat.f_narrow(0, start, elems)?)?;
@@ -277,7 +277,7 @@ impl GradSink {
     /// Moves all gradients into `flat`, which has the unit's length.
     fn gather(&mut self, flat: &Tensor) -> Result<(), ComputeError> {
         for param in 0..self.params.len() {
-            let grad = self.take(param)?;
+            let grad = self.take_grad(param)?;
             let param = &self.layout.params[param];
             let grad = grad.unwrap_or_else(|| panic!("{} got no gradient", param.name));
             let mut place = place_of(flat, param)?;

@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::product;
 use crate::compute::ComputeError;
-use crate::compute::grads::Written;
+use crate::compute::grads::WriteMode;
 
 /// Implementation of a block's products.
 pub(crate) enum Products {
@@ -128,23 +128,23 @@ impl Products {
     pub(super) fn weight_grad(
         &self,
         out: &Tensor,
-        written: Written,
+        mode: WriteMode,
         grad: &Factor,
         x: &Factor,
     ) -> Result<(), ComputeError> {
         match (&grad.fp8, &x.fp8) {
             (Some(a), Some(b)) => {
                 let (a, b) = (transposed(a), transposed(b));
-                let over = (written == Written::Over).then_some(out);
+                let over = (mode == WriteMode::Replace).then_some(out);
                 let product = self.fp8_product(a, b, None, over, Fp8Sums::Exact)?;
-                if written == Written::Added {
+                if mode == WriteMode::Add {
                     let _ = out.shallow_clone().f_add_(&product)?;
                 }
                 Ok(())
             }
-            _ => match written {
-                Written::Over => product::weight_grad(out, grad.own, x.own),
-                Written::Added => product::weight_grad_added(out, grad.own, x.own),
+            _ => match mode {
+                WriteMode::Replace => product::weight_grad(out, grad.own, x.own),
+                WriteMode::Add => product::weight_grad_added(out, grad.own, x.own),
             },
         }
     }
@@ -265,12 +265,12 @@ mod tests {
             let of_weight = Tensor::empty([outputs, inputs], (Kind::BFloat16, Device::Cpu));
             let transposed = Fp8Layout::Transposed;
             let of_weight_input = input(transposed);
-            let write = |out: &Tensor, written| {
-                (products.weight_grad(out, written, &gradient, &of_weight_input)).unwrap();
+            let write = |out: &Tensor, mode| {
+                (products.weight_grad(out, mode, &gradient, &of_weight_input)).unwrap();
             };
-            write(&of_weight, Written::Over);
+            write(&of_weight, WriteMode::Replace);
             let summed = Tensor::ones([outputs, inputs], (Kind::Float, Device::Cpu));
-            write(&summed, Written::Added);
+            write(&summed, WriteMode::Add);
             assert!(summed.equal(&(of_weight.to_kind(Kind::Float) + 1.0)));
             [
                 (products.times_transposed_plus(&input(straight), &weight(straight), Some(&bias)))

@@ -74,8 +74,8 @@ impl Projection {
         largest: &LargestValues,
     ) -> Result<(), ComputeError> {
         let x = products.input(x, Fp8Layout::Transposed, largest)?;
-        grads.add_product(self.weights_at.clone(), |out, written| {
-            products.weight_grad(out, written, grad, &x)
+        grads.add_product(self.weights_at.clone(), |out, mode| {
+            products.weight_grad(out, mode, grad, &x)
         })?;
         let Some(biases) = self.biases_at.clone() else {
             return Ok(());

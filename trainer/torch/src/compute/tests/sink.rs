@@ -1,7 +1,7 @@
 //! Tests of summing and storing gradients.
 
 use super::*;
-use crate::compute::grads::Written;
+use crate::compute::grads::WriteMode;
 use training_run::model::{Dtype, InitialValue, ParamLayout, ParamRole, UnitLayout};
 
 fn layout() -> UnitLayout {
@@ -121,7 +121,7 @@ fn further_products_are_added_to_the_sums_without_being_rounded() {
                 sink.keep_in(&memory).unwrap();
             }
             for (params, rows) in [(0..2, 3), (2..3, 2)] {
-                let write = |out: &tch::Tensor, written| {
+                let write = |out: &tch::Tensor, mode| {
                     assert_eq!(out.size(), [rows, 3]);
                     // A sum of these needs more bits than bf16 has, and so does the second.
                     let value = if number == 0 {
@@ -129,11 +129,11 @@ fn further_products_are_added_to_the_sums_without_being_rounded() {
                     } else {
                         0.25 + 2f64.powi(-9)
                     };
-                    match written {
-                        Written::Over => assert_eq!((number, out.kind()), (0, Kind::BFloat16)),
-                        Written::Added => assert_eq!((number > 0, out.kind()), (true, Kind::Float)),
+                    match mode {
+                        WriteMode::Replace => assert_eq!((number, out.kind()), (0, Kind::BFloat16)),
+                        WriteMode::Add => assert_eq!((number > 0, out.kind()), (true, Kind::Float)),
                     }
-                    let before = if written == Written::Added {
+                    let before = if mode == WriteMode::Add {
                         out.shallow_clone()
                     } else {
                         out.zeros_like()
@@ -146,7 +146,7 @@ fn further_products_are_added_to_the_sums_without_being_rounded() {
         }
         let sums: Vec<f32> = (0..3)
             .flat_map(|param| {
-                let sum = sink.take(param).unwrap().unwrap();
+                let sum = sink.take_grad(param).unwrap().unwrap();
                 Vec::<f32>::try_from(&sum.view([-1])).unwrap()
             })
             .collect();
