@@ -23,8 +23,8 @@ GPU = "NVIDIA H200"
 # row in results.json, or a heading of trainer/bench/MEASUREMENTS.md with the beginning of a row below it.
 SOURCES = {
     "GPU memory": [
-        ["resident"],
-        ["pytorch-compiled-kept", "pytorch-compiled"],
+        ["resident", "resident"],
+        ["pytorch-compiled-kept", "pytorch-compiled-kept", "pytorch-compiled"],
         ["deepspeed-gpu"],
     ],
     "[products in fp8]": [[("Products in 8 bits", "6.74 G, 13 of 32")], [], []],
@@ -34,7 +34,7 @@ SOURCES = {
         ["deepspeed-cpu-zero2-compiled", "deepspeed-cpu-kept"],
     ],
     "host memory, 262 k": [
-        [("Many tokens a step", "262 k, commit 2f351821")],
+        [("Many tokens a step", "262 k, commit a6f92d09")],
         [("Many tokens a step", "262 k |")],
         [("Many tokens a step", "262 k, peers"), ("Many tokens a step", "262 k |")],
     ],
