@@ -22,7 +22,7 @@ from ._packed import is_wrapper, wrap_again
 from ._ranks import Ranks
 from ._reentry import not_reentered
 from ._state_copies import StateCopies
-from ._released import in_transform, outside_transforms
+from ._released import BEFORE, in_transform, outside_transforms
 from ._units import Unit
 from ._watch import watch
 
@@ -371,15 +371,17 @@ class Gathering:
         says what to do, by unit."""
         self.state_copies.refuse_writes()
         moved = [param for unit in self.units if self.keep and (param := unit.take_back()) is not None]
-        if moved:
-            raise NotSupported(
-                f"the memory of {self.name(moved[0])} was moved or exchanged after offloadd.prepare, as by share_memory_() or by sending it to another process, and updates "
-                "would not reach it: send a clone() of it"
-            )
         for unit in self.units:
             if unit.here:
                 self._note_written(unit)
                 unit.watch.begin()
+        if moved:
+            # Such as set_() counts as a write too.
+            self._written = None
+            raise NotSupported(
+                f"the memory of {self.name(moved[0])} was moved or exchanged after offloadd.prepare, as by share_memory_() or by sending it to another process, and updates "
+                "would not reach it: send a clone() of it"
+            )
         self.refuse_noted(instead)
 
     def refuse_noted(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
@@ -389,8 +391,8 @@ class Gathering:
         changed = f"{self.name(param)} was changed in place while it was in memory"
         if instead is not None:
             raise NotSupported(f"{changed} to be read, and its tiles do not have the change: {instead(self.unit_of[id(param)])}")
+        where = "" if self.keep else ", in a forward or a hook"
         raise NotSupported(
-            f"{changed}, in a forward or a hook, and its tiles do not have the change: only "
-            "optimizer.step() changes weights. Compute with a changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or "
-            "replace weights between steps: run.load_state_dict({name: value}, strict=False)"
+            f"{changed}{where}, and its tiles do not have the change: only step() of the optimizer that offloadd.prepare was given changes weights. Compute with a "
+            f"changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or {BEFORE}"
         )
