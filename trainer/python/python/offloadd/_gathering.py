@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Callable, Hashable, Iterator, Optional, TypeVar
+from typing import Any, Callable, Container, Hashable, Iterator, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -359,8 +359,8 @@ class Gathering:
         names = (name for name, one in self.model.named_parameters() if one is param)
         return next(names, None) or self.experts.name(self.model, param) or f"a parameter of shape {tuple(param.shape)}"
 
-    def _note_written(self, unit: Unit) -> None:
-        found = unit.watch.end()
+    def _note_written(self, unit: Unit, replaced: Container[int] = ()) -> None:
+        found = unit.watch.end(replaced)
         if found is not None:
             self._written, unit.written = found, True
             # Where nothing is released: the next pass brings what is in tiles.
@@ -370,10 +370,14 @@ class Gathering:
         """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
         says what to do, by unit."""
         self.state_copies.refuse_writes()
+        self.refuse_writes_in_memory(instead)
+
+    def refuse_writes_in_memory(self, instead: Optional[Callable[[Unit], str]] = None, replaced: Container[int] = ()) -> None:
+        """`refuse_writes` without the copies. Parameters whose ids are `replaced` are about to have other values."""
         moved = [param for unit in self.units if self.keep and (param := unit.take_back()) is not None]
         for unit in self.units:
             if unit.here:
-                self._note_written(unit)
+                self._note_written(unit, replaced)
                 unit.watch.begin()
         if moved:
             # Such as set_() counts as a write too.

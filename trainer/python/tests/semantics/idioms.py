@@ -304,6 +304,12 @@ shared.equal(
 shared.equal("`optimizer.zero_grad(set_to_none=False)`, and a layer that is not used", lambda s: _zeroed_without_use(s, lambda s: s.optimizer.zero_grad(False)))
 
 
+def _loaded_in_parts(s, state):
+    for name, value in state.items():
+        s.model.load_state_dict({name: value}, strict=False)
+    s.step(0)
+
+
 def _halved(state):
     with torch.no_grad():
         for value in state.values():
@@ -338,6 +344,13 @@ shared.refused(
     error=ValueError,
     none=BEFORE,
 )
+shared.refused(
+    "a `state_dict` that is written, and other weights loaded",
+    STATE,
+    lambda s: [s.step(0), _halved(s.model.state_dict()), s.model.load_state_dict({"last.bias": torch.ones(5)}, strict=False), s.step(1)],
+    none=BEFORE,
+)
+shared.equal("a `state_dict` that is written, and loaded in parts", lambda s: _loaded_in_parts(s, _halved(s.model.state_dict())), none=BEFORE)
 shared.equal("a `state_dict` that is written and loaded", lambda s: [s.step(0), s.model.load_state_dict(_halved(s.model.state_dict())), s.step(1)])
 shared.refused(
     "moments of `optimizer.state_dict()` in place",

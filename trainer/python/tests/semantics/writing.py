@@ -105,6 +105,33 @@ def _(s):
     return [s.weights(), len(taken)]
 
 
+def _write_and(name, do, **more):
+    """A line in which a script writes to a weight, and then does what replaces or stores what is in tiles."""
+
+    @written.refused(name, BEFORE, **more)
+    def _(s):
+        s.step(0)
+        with torch.no_grad():
+            s.w.mul_(0.5)
+        do(s)
+        s.step(1)
+        return s.weights()
+
+
+def _gather_bias(s):
+    if s.run:
+        _zero.remember(s.run)
+    with _zero.GatheredParameters([s.b], modifier_rank=0), torch.no_grad():
+        s.b.mul_(0.5)
+
+
+_write_and("a write, and a checkpoint", lambda s: s.run and [s.run.save_checkpoint(s.dir / "checkpoints"), s.run.load_checkpoint(s.dir / "checkpoints")])
+_write_and("a write, and `load_state_dict` of another weight", lambda s: s.model.load_state_dict({"last.bias": torch.ones(5)}, strict=False))
+_write_and("a write, and `load_state_dict` of all weights", lambda s: s.model.load_state_dict(net(3).state_dict()), none=EQUAL)
+_write_and("a write, and `load_state_dict` of the optimizer", lambda s: s.optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict())))
+_write_and("a write, and another weight written in `GatheredParameters`", _gather_bias)
+
+
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
 written.refused("`model.apply(init)`", BEFORE, lambda s: [s.step(), s.model.apply(_init), s.step(1)])
 written.refused("`vector_to_parameters`", BEFORE, lambda s: _vector(s))
@@ -113,6 +140,12 @@ written.refused(
     "a write between backward and step",
     BEFORE,
     lambda s: [s.backward(), torch.no_grad()(lambda: s.w.mul_(0.9))(), s.optimizer.step(), s.weights()][3],
+)
+written.refused(
+    "`w.set_` between backward and step",
+    BEFORE,
+    lambda s: [s.backward(), torch.no_grad()(lambda: s.w.set_(torch.full_like(s.w, 0.1)))(), s.optimizer.step()],
+    none=MOVED,
 )
 # Where weights stay in memory, autograd refuses it as in a model that is not prepared.
 written.refused("a write between forward and backward", BEFORE, lambda s: _write_before_backward(s), devices=("cpu",))
