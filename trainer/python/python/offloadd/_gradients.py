@@ -163,6 +163,16 @@ class Gradients:
         self.drop()
         self.handles.clear()
 
+    def known(self) -> dict[int, torch.Tensor]:
+        """What `param.grad` has, by parameter: the script's own tensors, and copies of what is in tiles. What a step has used, or what lacks a part of an
+        earlier step, is in none."""
+        with AS_TENSORS():
+            grads = {id(param): param.grad for param in self._gathering.params if param.grad is not None}
+        gone = lambda one: (self.applied or one.partial) and not one.zero and one.value is None
+        copied = lambda one: None if gone(one) else one.clone()
+        found = {key: copied(one) if isinstance(one, GradientInTile) else one for key, one in grads.items()}
+        return {key: one for key, one in found.items() if one is not None}
+
     def drop(self) -> None:
         with AS_TENSORS():
             for param in self._gathering.params:

@@ -209,9 +209,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def _values(held: GradientInTile) -> torch.Tensor:
     if held.value is not None:
         return held.value
-    read, param = held.siblings.read(), held.param()
-    if held.zero or read is None or param is None:
+    if held.zero:
         return torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+    read, param = held.siblings.read(), held.param()
+    if read is None or param is None:
+        raise Error("the run is closed, and the values of its gradients went with it: keep a clone() of a gradient")
     value = read(param, held.siblings.content)
     return value if held.scale is UNSCALED else value.mul_(held.scale.to(value.device))
 

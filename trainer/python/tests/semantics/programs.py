@@ -645,6 +645,61 @@ _closed("`prepare` after `close`", _prepared_again, devices=EVERYWHERE)
 _closed("`close` twice", _ended(lambda s: s.run.close() if s.run else None))
 
 
+def _closed_with(name, change, again=False):
+    """A line in which a run is closed with gradients that the script has changed, and a step follows."""
+
+    @notebooks.equal(name)
+    def _(s):
+        s.step(0)
+        s.backward(1)
+        change(s)
+        if s.run:
+            s.run.close()
+        s.note({name: param.grad for name, param in s.model.named_parameters()})
+        if again:
+            s.begin(*s.trained.pop())
+            s.backward(2)
+        s.optimizer.step()
+        return s.weights()
+
+
+def _step_and_zero(s):
+    s.optimizer.step()
+    for param in s.model.parameters():
+        param.grad.zero_()
+
+
+_closed_with("gradients when a run is closed", lambda s: None)
+_closed_with("gradients changed in place when a run is closed", lambda s: s.w.grad.add_(0.1))
+_closed_with("a gradient that a script has given when a run is closed", lambda s: setattr(s.w, "grad", torch.full((32, 16), 0.1)))
+_closed_with("a gradient that was dropped when a run is closed", lambda s: setattr(s.w, "grad", None))
+_closed_with("gradients that were made zero after a step when a run is closed", _step_and_zero)
+_closed_with("gradients that were made zero after a step, and another `prepare`", _step_and_zero, again=True)
+_closed_with("gradients made zero by `zero_grad` when a run is closed", lambda s: s.optimizer.zero_grad(set_to_none=False))
+_closed_with(
+    "gradients that were given after a step when a run is closed",
+    lambda s: [s.optimizer.step(), [setattr(param, "grad", torch.full_like(param, 0.1)) for param in s.model.parameters()]],
+)
+
+
+def _held_over_close(s, drop):
+    s.continues = False
+    s.step(0)
+    s.backward(1)
+    grad = s.w.grad
+    if s.run:
+        s.run.close()
+    if drop:
+        s.runs.clear()
+        s.trained.clear()
+        gc.collect()
+    return grad.sum()
+
+
+notebooks.refused("a gradient held over `close`", "the run is closed", lambda s: _held_over_close(s, drop=False))
+notebooks.refused("a gradient held over `close`, of a model that is dropped", "the run is closed", lambda s: _held_over_close(s, drop=True))
+
+
 @notebooks.equal("an adapter merged after `close`")
 def _(s):
     class Adapted(Block):
