@@ -682,6 +682,37 @@ _closed_with(
 )
 
 
+@notebooks.refused("a block frozen between `close` and `prepare`", "freeze what was trained after offloadd.prepare")
+def _(s):
+    s.step(0)
+    if s.run:
+        s.run.close()
+    s.model.blocks[1].requires_grad_(False)
+    model, optimizer = s.trained[-1]
+    try:
+        s.begin(*s.trained.pop())
+    finally:
+        # Nothing is changed.
+        s.trained, s.continues = [(model, optimizer)], False
+        s.note(model.eval()(s.x()))
+    s.step(1)
+
+
+@notebooks.equal("a block frozen after another `prepare`, and unfrozen")
+def _(s):
+    s.step(0)
+    if s.run:
+        s.run.close()
+    s.begin(*s.trained.pop())
+    s.model.blocks[1].requires_grad_(False)
+    s.step(1)
+    if s.run:
+        s.run.close()
+    s.model.blocks[1].requires_grad_(True)
+    s.begin(*s.trained.pop())
+    s.step(2)
+
+
 def _held_over_close(s, drop):
     s.continues = False
     s.step(0)

@@ -1181,6 +1181,21 @@ loaded.equal(
     lambda s: s.optimizer.load_state_dict(adamw(net().last.parameters()).state_dict()) if s.model else None,
     error=ValueError,
 )
+
+
+@loaded.refused("a state with moments of a frozen block", "was frozen when the model was prepared")
+def _(s):
+    trained = net()
+    optimizer = adamw(trained.parameters())
+    s.loss_of(trained, *s.batch()).backward()
+    optimizer.step()
+    model = net()
+    model.blocks[1].requires_grad_(False)
+    s.begin(model, adamw(model.parameters()))
+    s.optimizer.load_state_dict(optimizer.state_dict())
+    s.step(1)
+
+
 loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s), devices=EVERYWHERE)
 loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()])
 loaded.equal("`set_state_dict` of both", lambda s: _set_both(s))
