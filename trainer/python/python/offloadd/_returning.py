@@ -24,7 +24,7 @@ def has_room(commits: Commits, moments: Moments, keep: Optional[bool]) -> bool:
 def return_values(commits: Commits, moments: Moments) -> None:
     """Makes model and optimizer plain ones with the values that are in tiles."""
     engine = commits.engine
-    grads = engine.gradients.known()
+    grads = engine.gradients.take_known()
     states: dict[Any, dict[str, Any]] = {}
     for param, state in States(moments).items():
         plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}

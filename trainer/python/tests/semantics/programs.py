@@ -713,11 +713,14 @@ def _(s):
     s.step(2)
 
 
-def _held_over_close(s, drop):
+def _held_over_close(s, drop=False, zero=False):
     s.continues = False
     s.step(0)
     s.backward(1)
     grad = s.w.grad
+    if zero:
+        s.optimizer.step()
+        grad.zero_()
     if s.run:
         s.run.close()
     if drop:
@@ -727,7 +730,8 @@ def _held_over_close(s, drop):
     return grad.sum()
 
 
-notebooks.refused("a gradient held over `close`", "the run is closed", lambda s: _held_over_close(s, drop=False))
+notebooks.refused("a gradient held over `close`", "the run is closed", lambda s: _held_over_close(s))
+notebooks.refused("a gradient held over `close`, made zero after a step", "the run is closed", lambda s: _held_over_close(s, zero=True))
 notebooks.refused("a gradient held over `close`, of a model that is dropped", "the run is closed", lambda s: _held_over_close(s, drop=True))
 
 
