@@ -81,7 +81,7 @@ def outside_uses(patch):
 
 def writes(patch):
     """Nobody compares versions of parameters when they are released."""
-    patch.setattr(Gathering, "_note_written", lambda self, unit: unit.watch.end() and None)
+    patch.setattr(Gathering, "_note_written", lambda self, unit, replaced=(): unit.watch.end() and None)
 
 
 def data_of_writes(patch):
@@ -258,8 +258,8 @@ def written_memory(patch):
     """What a script has written stays."""
     original = Gathering._note_written
 
-    def note_written(self, unit):
-        original(self, unit)
+    def note_written(self, unit, replaced=()):
+        original(self, unit, replaced)
         unit.written = False
 
     patch.setattr(Gathering, "_note_written", note_written)

@@ -22,7 +22,7 @@ class Script:
 
     def __init__(self, kind, seed, path):
         torch.manual_seed(seed)
-        chosen, self.kind = random.Random(seed), kind
+        chosen, self.kind, self.path = random.Random(seed), kind, path
         self.model, self.held, self.saved, self.weights, self.schedule, self.run, self.inputs = Blocks(6, 3), None, None, None, None, None, 0
         self.params = list(self.model.parameters())
         at, given = chosen.randrange(1, len(self.params)), {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.05}
@@ -34,7 +34,11 @@ class Script:
         if kind == "prepare":
             settings = config("cpu", path, optimizer_step=chosen.choice(("immediate", "deferred")))
             settings["zero_optimization"] = chosen.choice((settings["zero_optimization"], {"offload_optimizer": {"device": "cpu"}}, {}))
-            self.run = offloadd.prepare(self.model, self.optimizer, settings, run_dir=path / "run")
+            self.settings = settings
+            self.prepare()
+
+    def prepare(self):
+        self.run = offloadd.prepare(self.model, self.optimizer, self.settings, run_dir=self.path / "run")
 
     def loss(self, part=None):
         self.inputs += 1
@@ -87,6 +91,20 @@ def scheduled(s, _):
     s.schedule.step()
 
 
+def written(s, number):
+    """Weights that are written where the model's state has them, and loaded."""
+    state = s.model.state_dict()
+    with torch.no_grad():
+        list(state.values())[number % len(state)].mul_(0.9)
+    s.model.load_state_dict(state)
+
+
+def again(s, _):
+    if s.run:
+        s.run.close()
+        s.prepare()
+
+
 BACKWARD = [*[lambda s, _: s.loss().backward()] * 4, lambda s, number: s.loss(number).backward()]
 CHANGE = [
     changed(lambda s, param: param.grad.mul_(-2.0)),
@@ -123,6 +141,8 @@ BETWEEN = [
     lambda s, number: dict(s.optimizer.state.get(s.params[number % len(s.params)], {})),
     lambda s, _: s.loss().detach(),
     scheduled,
+    written,
+    again,
 ]
 
 

@@ -63,8 +63,8 @@ def save_checkpoint(
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
     partial, ranks = directory / f"{tag}.partial", commits.ranks
-    for copies in (commits.engine.gathering.state_copies, commits.optimizer._state_copies):
-        copies.refuse_writes()
+    for written in (commits.engine.gathering, commits.optimizer._state_copies):
+        written.refuse_writes()
     commits.drain()
     separately = is_separate(commits.settings, ranks, directory)
     # The ranks that make a directory and name it.

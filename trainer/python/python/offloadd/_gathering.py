@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Callable, Hashable, Iterator, Optional, TypeVar
+from typing import Any, Callable, Container, Hashable, Iterator, Optional, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from ._packed import is_wrapper, wrap_again
 from ._ranks import Ranks
 from ._reentry import not_reentered
 from ._state_copies import StateCopies
-from ._released import in_transform, outside_transforms
+from ._released import BEFORE, in_transform, outside_transforms
 from ._units import Unit
 from ._watch import watch
 
@@ -359,8 +359,8 @@ class Gathering:
         names = (name for name, one in self.model.named_parameters() if one is param)
         return next(names, None) or self.experts.name(self.model, param) or f"a parameter of shape {tuple(param.shape)}"
 
-    def _note_written(self, unit: Unit) -> None:
-        found = unit.watch.end()
+    def _note_written(self, unit: Unit, replaced: Container[int] = ()) -> None:
+        found = unit.watch.end(replaced)
         if found is not None:
             self._written, unit.written = found, True
             # Where nothing is released: the next pass brings what is in tiles.
@@ -370,16 +370,22 @@ class Gathering:
         """Raises an error if a script has written to parameters while they were in memory, or to copies of them: the tiles do not have it. `instead`
         says what to do, by unit."""
         self.state_copies.refuse_writes()
+        self.refuse_writes_in_memory(instead)
+
+    def refuse_writes_in_memory(self, instead: Optional[Callable[[Unit], str]] = None, replaced: Container[int] = ()) -> None:
+        """`refuse_writes` without the copies. Parameters whose ids are `replaced` are about to have other values."""
         moved = [param for unit in self.units if self.keep and (param := unit.take_back()) is not None]
+        for unit in self.units:
+            if unit.here:
+                self._note_written(unit, replaced)
+                unit.watch.begin()
         if moved:
+            # Such as set_() counts as a write too.
+            self._written = None
             raise NotSupported(
                 f"the memory of {self.name(moved[0])} was moved or exchanged after offloadd.prepare, as by share_memory_() or by sending it to another process, and updates "
                 "would not reach it: send a clone() of it"
             )
-        for unit in self.units:
-            if unit.here:
-                self._note_written(unit)
-                unit.watch.begin()
         self.refuse_noted(instead)
 
     def refuse_noted(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
@@ -389,8 +395,8 @@ class Gathering:
         changed = f"{self.name(param)} was changed in place while it was in memory"
         if instead is not None:
             raise NotSupported(f"{changed} to be read, and its tiles do not have the change: {instead(self.unit_of[id(param)])}")
+        where = "" if self.keep else ", in a forward or a hook"
         raise NotSupported(
-            f"{changed}, in a forward or a hook, and its tiles do not have the change: only "
-            "optimizer.step() changes weights. Compute with a changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or "
-            "replace weights between steps: run.load_state_dict({name: value}, strict=False)"
+            f"{changed}{where}, and its tiles do not have the change: only step() of the optimizer that offloadd.prepare was given changes weights. Compute with a "
+            f"changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or {BEFORE}"
         )

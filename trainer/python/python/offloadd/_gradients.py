@@ -14,7 +14,7 @@ from ._forwards import in_backward
 from ._gathering import Gathering
 from ._given import take_given
 from ._reentry import not_reentered
-from ._tile_gradients import PARTIAL, PARTIAL_OUTSIDE, BackwardGradients, GradientInTile
+from ._tile_gradients import CLOSED, PARTIAL, PARTIAL_OUTSIDE, BackwardGradients, GradientInTile
 from ._released import AS_TENSORS, by_other_optimizer
 from ._units import Unit
 
@@ -162,6 +162,19 @@ class Gradients:
         self._shown.update(shown)
         self.drop()
         self.handles.clear()
+
+    def take_known(self) -> dict[int, torch.Tensor]:
+        """What `param.grad` has when the run ends, by parameter: the script's own tensors, and copies of what is in tiles. What a step has used, or what
+        lacks a part of an earlier step, is in none. The script's handles can be used no more."""
+        with AS_TENSORS():
+            grads = {id(param): param.grad for param in self._gathering.params if param.grad is not None}
+        gone = lambda one: (self.applied or one.partial) and not one.zero and one.value is None
+        copied = lambda one: None if gone(one) else one.clone()
+        found = {key: copied(one) if isinstance(one, GradientInTile) else one for key, one in grads.items()}
+        for one in grads.values():
+            if isinstance(one, GradientInTile):
+                one.partial = CLOSED
+        return {key: one for key, one in found.items() if one is not None}
 
     def drop(self) -> None:
         with AS_TENSORS():

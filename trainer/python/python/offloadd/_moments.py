@@ -70,8 +70,8 @@ class Moments:
     def load(self, states: ParamStates) -> None:
         """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
         commits, gathering = self._commits, self.gathering
-        check_states(states, commits.layout.names, {id(param): param.shape for param in gathering.params}, self._rule_of)
         units = [unit for unit in gathering.units if unit.trained]
+        check_states(states, commits.layout.names, {id(param): param.shape for unit in units for param in unit.params}, self._rule_of)
         commits.seal()
         present = {}
         for unit in units:
@@ -216,7 +216,10 @@ class States(Mapping):
 def check_known(keys: Iterable[int], known: Container[int]) -> None:
     """Refuses an optimizer's state, by the id of its parameter, of something that is not in the run."""
     if any(key not in known for key in keys):
-        raise Error("the optimizer's state has something that is no parameter of the run: load the state of this model's optimizer")
+        raise Error(
+            "the optimizer's state has something that is no parameter of the run, or was frozen when the model was prepared: load the state of this model's "
+            "optimizer; freeze what was trained after offloadd.prepare"
+        )
 
 
 def check_states(states: ParamStates, names: Mapping[int, list[str]], shapes: Mapping[int, torch.Size], rule_of: Callable[[int], str]) -> None:

@@ -46,6 +46,7 @@ def check_given(model: nn.Module, optimizer: torch.optim.Optimizer, track: Seque
         # Loaders begin to draw batches when they are asked before a script does.
         others = [one for one in track if not hasattr(one, "__iter__")]
         check_of_script(optimizer, others, [one.state_dict() for one in others], extra)
+    check_known([id(param) for param, state in optimizer.state.items() if state], {id(param) for unit in units if unit.trained for param in unit.params})
     managed = {id(param) for unit in units for param in unit.params}
     others = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad and id(param) not in managed]
     if others:

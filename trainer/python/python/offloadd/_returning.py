@@ -23,8 +23,8 @@ def has_room(commits: Commits, moments: Moments, keep: Optional[bool]) -> bool:
 
 def return_values(commits: Commits, moments: Moments) -> None:
     """Makes model and optimizer plain ones with the values that are in tiles."""
-    engine, gradients = commits.engine, commits.engine.gradients
-    grads = {key: held.clone() for key, held in gradients.handles.items() if not (gradients.applied or held.partial)}
+    engine = commits.engine
+    grads = engine.gradients.take_known()
     states: dict[Any, dict[str, Any]] = {}
     for param, state in States(moments).items():
         plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Container, Iterator, Mapping, Sequence
 
 import torch
 
@@ -71,9 +71,11 @@ class Rewriting:
         self._core.begin_step()
 
     @contextlib.contextmanager
-    def weights(self, units: Sequence[Unit]) -> Iterator[None]:
-        """`committing`, for other weights of `units`."""
+    def weights(self, units: Sequence[Unit], replaced: Container[int] = ()) -> Iterator[None]:
+        """`committing`, for other weights of `units`. What is in memory comes from tiles again: what a script has written there, but to parameters whose
+        ids are `replaced`, is refused."""
         self._engine.check_between_steps("other weights or another state of them")
+        self._gathering.refuse_writes_in_memory(replaced=replaced)
         with self.committing(units, "weights"):
             yield
         count_changes(param for unit in units for param in unit.params)
@@ -109,7 +111,7 @@ class Rewriting:
         units = [unit for unit in self._gathering.units if unit.trained and any(id(param) in sources for param in unit.params)]
         if not units:
             return
-        with self.weights(units):
+        with self.weights(units, replaced=sources):
             for unit in units:
                 flat = torch.zeros(unit.elems, dtype=unit.dtype)
                 changed = [index for index, param in enumerate(unit.params) if id(param) in sources]

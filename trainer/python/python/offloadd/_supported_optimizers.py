@@ -125,7 +125,10 @@ def check_added(optimizer: torch.optim.Optimizer, known: Container[int]) -> None
         for index, param in enumerate(group["params"]):
             # A parameter without elements needs no update.
             if id(param) not in known and param.numel() and param.grad is not None:
-                raise NotSupported(f"parameter {index} of group {number} of {name_of(type(optimizer))}, put there after offloadd.prepare: {NO_MOMENTS}")
+                raise NotSupported(
+                    f"parameter {index} of group {number} of {name_of(type(optimizer))}, which was frozen when the model was prepared, or put there after "
+                    f"offloadd.prepare: {NO_MOMENTS}"
+                )
 
 
 def plain_of(kind: type) -> type:

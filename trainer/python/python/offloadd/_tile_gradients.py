@@ -169,6 +169,9 @@ PARTIAL_OUTSIDE = (
     "of all earlier steps, which are gone; freeze the parameter with requires_grad_(False), or call model.zero_grad() after each optimizer.step()"
 )
 
+# Of one that is held over the end of its run.
+CLOSED = "a gradient of before close() is to be used, and the run is closed: read param.grad again, or keep a clone() of it"
+
 _MAKES_ZERO = (aten.zero_.default, aten.fill_.Scalar, aten._foreach_zero_.default)
 
 # What the functions of `_KNOWN` return where an operation needs values all the same.
@@ -209,9 +212,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def _values(held: GradientInTile) -> torch.Tensor:
     if held.value is not None:
         return held.value
-    read, param = held.siblings.read(), held.param()
-    if held.zero or read is None or param is None:
+    if held.zero:
         return torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+    read, param = held.siblings.read(), held.param()
+    if read is None or param is None:
+        raise Error(CLOSED)
     value = read(param, held.siblings.content)
     return value if held.scale is UNSCALED else value.mul_(held.scale.to(value.device))
 

@@ -10,7 +10,7 @@ import contextlib
 import operator
 import sys
 import weakref
-from typing import Iterator, Optional
+from typing import Container, Iterator, Optional
 
 import torch
 from torch import nn
@@ -37,8 +37,8 @@ class Watch:
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
         self._on = False
-        # A parameter of which it is known that it was written since.
-        self._written: Optional[nn.Parameter] = None
+        # Parameters of which it is known that they were written since.
+        self._known: list[nn.Parameter] = []
         # Sums of the parameters' bits when the unit came, and how many times more they are wanted.
         self._sums: Optional[list[_Tensor]] = None
         self._sums_left = _SUMMED_TIMES
@@ -47,30 +47,25 @@ class Watch:
         """What is in memory now are the unit's values."""
         self._versions = list(map(_version, self._parts))
         self._given.clear()
-        self._on, self._written = True, None
+        self._on, self._known = True, []
         if self._sums_left and not _observed():
             self._sums_left -= 1
             self._sums = bit_sums(self._parts)
 
-    def end(self) -> Optional[nn.Parameter]:
-        """Ends the watch. Returns a parameter that was written since it began, if there is one."""
-        found = self.written() if self._on else None
-        self._on, self._written, self._sums = False, None, None
+    def end(self, replaced: Container[int] = ()) -> Optional[nn.Parameter]:
+        """Ends the watch. Returns a parameter that was written since it began, if there is one whose id is not in `replaced`."""
+        found = next((param for param in self._written() if id(param) not in replaced), None) if self._on else None
+        self._on, self._known, self._sums = False, [], None
         self._given.clear()
         return found
 
-    def written(self) -> Optional[nn.Parameter]:
-        """A parameter that was written since the watch began, if there is one."""
-        found = self._written
-        if self._versions != list(map(_version, self._parts)):
-            found = next(param for param, part, version in zip(self.params, self._parts, self._versions) if part._version != version)
-        for param, given in self._given:
-            if given._version:
-                found = param
-        if found is None and self._sums is not None and not _observed():
-            changed = (param for param, before, now in zip(self.params, self._sums, bit_sums(self._parts)) if not torch.equal(before, now))
-            found = next(changed, None)
-        return found
+    def _written(self) -> Iterator[nn.Parameter]:
+        """The parameters that were written since the watch began."""
+        yield from self._known
+        yield from (param for param, part, version in zip(self.params, self._parts, self._versions) if part._version != version)
+        yield from (param for param, given in self._given if given._version)
+        if self._sums is not None and not _observed():
+            yield from (param for param, before, now in zip(self.params, self._sums, bit_sums(self._parts)) if not torch.equal(before, now))
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
@@ -78,11 +73,11 @@ class Watch:
         if not self._on:
             yield
             return
-        before = self.written()
+        before = list(self._written())
         try:
             yield
         finally:
-            self._versions, self._written = list(map(_version, self._parts)), before
+            self._versions, self._known = list(map(_version, self._parts)), before
             self._given.clear()
             if self._sums is not None:
                 self._sums = bit_sums(self._parts)
@@ -106,7 +101,7 @@ class Watch:
             if sys.getrefcount(data) > 2:
                 self._given.append((param, data))
             elif data._version:
-                self._written = param
+                self._known.append(param)
 
 
 def _observed() -> bool:

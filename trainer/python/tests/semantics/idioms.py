@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import offloadd
-from table import CLASSES, INPUTS, WIDTH, Block, Net, Theme, adamw, net, randomized
+from table import CLASSES, EQUAL, EVERYWHERE, INPUTS, WIDTH, Block, Net, Theme, adamw, net, randomized
 
 shared = Theme("memory that plain PyTorch shares")
 
@@ -304,6 +304,12 @@ shared.equal(
 shared.equal("`optimizer.zero_grad(set_to_none=False)`, and a layer that is not used", lambda s: _zeroed_without_use(s, lambda s: s.optimizer.zero_grad(False)))
 
 
+def _loaded_in_parts(s, state):
+    for name, value in state.items():
+        s.model.load_state_dict({name: value}, strict=False)
+    s.step(0)
+
+
 def _halved(state):
     with torch.no_grad():
         for value in state.values():
@@ -312,14 +318,20 @@ def _halved(state):
 
 
 shared.refused(
-    "`own = model.state_dict(); own[name].copy_(x)`", STATE, lambda s: [s.step(0), _halved(s.model.state_dict()), s.step(1)], devices=("cpu", "nvme")
+    "`own = model.state_dict(); own[name].copy_(x)`", STATE, lambda s: [s.step(0), _halved(s.model.state_dict()), s.step(1)], devices=EVERYWHERE, none=BEFORE
 )
-shared.refused("a row of `model.state_dict()[name]`", STATE, lambda s: [s.step(0), s.model.state_dict()["last.weight"][0].zero_(), s.step(1)])
-shared.refused("a `state_dict` that is written, and read again", STATE, lambda s: [s.step(0), _halved(s.model.state_dict()), s.model.state_dict()])
+shared.refused("a row of `model.state_dict()[name]`", STATE, lambda s: [s.step(0), s.model.state_dict()["last.weight"][0].zero_(), s.step(1)], none=BEFORE)
+shared.refused(
+    "a `state_dict` that is written, and read again",
+    STATE,
+    lambda s: [s.step(0), _halved(s.model.state_dict()), s.model.state_dict(), s.step(1)],
+    none=BEFORE,
+)
 shared.refused(
     "a `state_dict` of `inference_mode` that is written",
     STATE,
     lambda s: [s.step(0), torch.inference_mode()(lambda: s.model.state_dict()["last.weight"].zero_())(), s.step(1)],
+    none=BEFORE,
 )
 shared.equal(
     "an optimizer's `state_dict` of `inference_mode`, loaded",
@@ -328,9 +340,17 @@ shared.equal(
 shared.refused(
     "`model.state_dict()[name].numpy()` in place",
     "read-only",
-    lambda s: [s.step(0), s.model.state_dict()["last.weight"].numpy().fill(0)],
+    lambda s: [s.step(0), s.model.state_dict()["last.weight"].numpy().fill(0), s.step(1)],
     error=ValueError,
+    none=BEFORE,
 )
+shared.refused(
+    "a `state_dict` that is written, and other weights loaded",
+    STATE,
+    lambda s: [s.step(0), _halved(s.model.state_dict()), s.model.load_state_dict({"last.bias": torch.ones(5)}, strict=False), s.step(1)],
+    none=BEFORE,
+)
+shared.equal("a `state_dict` that is written, and loaded in parts", lambda s: _loaded_in_parts(s, _halved(s.model.state_dict())), none=BEFORE)
 shared.equal("a `state_dict` that is written and loaded", lambda s: [s.step(0), s.model.load_state_dict(_halved(s.model.state_dict())), s.step(1)])
 shared.refused(
     "moments of `optimizer.state_dict()` in place",
@@ -376,7 +396,7 @@ def _begin_shared(s, share):
 midway = Theme("changes midway")
 
 
-@midway.equal("a block frozen for some steps", devices=("cpu", "nvme"))
+@midway.equal("a block frozen for some steps", devices=EVERYWHERE)
 def _(s):
     s.step(0)
     s.model.blocks[1].requires_grad_(False)
@@ -591,7 +611,7 @@ def _(s):
     s.step(0)
 
 
-@held.refused(f"{', '.join(TAKEN)}: read after a step", AGAIN, devices=("cpu", "nvme", "none"))
+@held.refused(f"{', '.join(TAKEN)}: read after a step", AGAIN, devices=EVERYWHERE)
 def _(s):
     taken = _begin_with(s, lambda model: {name: take(model) for name, (take, _) in TAKEN.items()})
     s.step(0)
@@ -615,14 +635,14 @@ def _half(old):
 
 
 held.refused("`p.data`, written", BEFORE, lambda s: _half(_begin_with(s, lambda m: _up(m).data)))
-held.refused("a `state_dict()`, written", BEFORE, lambda s: _half(_begin_with(s, lambda m: m.state_dict())["last.bias"]), devices=("cpu", "none"))
+held.refused("a `state_dict()`, written", BEFORE, lambda s: _half(_begin_with(s, lambda m: m.state_dict())["last.bias"]))
 held.refused("a buffer of which parameters are views, written", BEFORE, lambda s: _half(_begin_with(s, _flat)))
 held.refused("a part of it", BEFORE, lambda s: _half(_begin_with(s, lambda m: _flat(m)[3:5])))
 held.refused("`p.data`, written after a step", AGAIN, _held(lambda m: _up(m).data, _half))
 held.equal("`p.data` of a frozen block, read after a step", _held(lambda m: _up(m).data, lambda old: old.sum(), frozen=True))
-held.refused("`p.data` of a frozen block, written", BEFORE, _held(lambda m: _up(m).data, _half, frozen=True))
+held.refused("`p.data` of a frozen block, written", BEFORE, _held(lambda m: _up(m).data, _half, frozen=True), none=EQUAL)
 
-held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m).detach().numpy()), devices=("cpu", "none"))
+held.refused("an array of numpy", DROP, lambda s: _begin_with(s, lambda m: _up(m).detach().numpy()))
 held.refused("a view of an array of numpy, in a list", DROP, lambda s: _begin_with(s, lambda m: [_up(m).detach().numpy()[1:, ::-1]]))
 held.refused("arrays of numpy in a dict", DROP, lambda s: _begin_with(s, lambda m: {"up": _up(m).detach().numpy()}))
 held.refused("arrays of numpy in a tuple, after `gc.freeze()`", DROP, lambda s: _begin_frozen(s, lambda m: (_up(m).detach().numpy(),)))
@@ -632,7 +652,11 @@ held.equal("an array of numpy of which a parameter was made, dropped", lambda s:
 held.refused("a tensor of another class", DROP, lambda s: _begin_with(s, lambda m: _up(m).data.as_subclass(_Marked)))
 held.equal("an array of a frozen block, read", _held(lambda m: _up(m).detach().numpy(), lambda old: old.sum().item(), frozen=True))
 held.refused(
-    "an array of a frozen block, written", "read-only", _held(lambda m: _up(m).detach().numpy(), lambda old: old.fill(0), frozen=True), error=ValueError
+    "an array of a frozen block, written",
+    "read-only",
+    _held(lambda m: _up(m).detach().numpy(), lambda old: old.fill(0), frozen=True),
+    error=ValueError,
+    none=EQUAL,
 )
 
 

@@ -5,14 +5,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from table import CLASSES, Block, Net, Theme, net, randomized
-
-BOTH = ("cpu", "nvme")
+from table import CLASSES, EQUAL, EVERYWHERE, MEMORY, Block, Net, Theme, net, randomized
 
 modules = Theme("modules")
 
 
-def _trains(name, make, steps=(0, 1, 2), devices=("cpu",), evaluates=True):
+def _trains(name, make, steps=(0, 1, 2), devices=MEMORY, evaluates=True):
     """A line that trains a model, looks at its state and evaluates it."""
 
     @modules.equal(name, devices=devices)
@@ -79,7 +77,7 @@ def _words(*args):
     return lambda: randomized(Words(*args))
 
 
-_trains("Embedding", _words(lambda: nn.Embedding(50, 16)), devices=BOTH)
+_trains("Embedding", _words(lambda: nn.Embedding(50, 16)), devices=EVERYWHERE)
 _trains("Embedding with `padding_idx`", _words(lambda: nn.Embedding(50, 16, padding_idx=0)))
 _trains("Embedding with `scale_grad_by_freq`", _words(lambda: nn.Embedding(50, 16, scale_grad_by_freq=True)))
 _trains("EmbeddingBag", _words(lambda: nn.EmbeddingBag(50, 16, mode="sum"), lambda layer, ids: layer(ids)))
@@ -149,9 +147,9 @@ _trains("dropout of several kinds", _layer(lambda: nn.Sequential(nn.Dropout(0.2)
 _trains(
     "`nn.Sequential` as the model",
     lambda: randomized(nn.Sequential(nn.Linear(8, 16), *[Block() for _ in range(4)], nn.Linear(16, 5))),
-    devices=BOTH,
+    devices=EVERYWHERE,
 )
-_trains("a model without blocks", lambda: randomized(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))), devices=BOTH)
+_trains("a model without blocks", lambda: randomized(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))), devices=EVERYWHERE)
 _trains("a single layer", lambda: randomized(nn.Linear(8, 5)))
 _trains("weights tied across modules", lambda: _tied())
 _trains("a block that several lists share", lambda: _shared())
@@ -490,7 +488,7 @@ modes.equal("`train`, `eval`, `training`", lambda s: [s.model.eval().training, s
 modes.equal(
     "evaluation under `no_grad`",
     lambda s: [s.step(0), s.model.eval(), torch.no_grad()(lambda: s.loss(1))(), s.model.train(), s.step(2)][2],
-    devices=BOTH,
+    devices=EVERYWHERE,
 )
 modes.equal(
     "evaluation under `inference_mode`",
@@ -622,6 +620,7 @@ utilities.refused(
     "`weight_norm` after `prepare`",
     "before offloadd.prepare",
     lambda s: [s.step(0), parametrizations.weight_norm(s.model.blocks[1].up), s.step(1)],
+    none=EQUAL,
 )
 utilities.equal(
     "`prune.CustomFromMask.apply` of the gradient's mask by a hook",
@@ -721,7 +720,7 @@ def _loader(s):
 compiled = Theme("compiled")
 
 
-def _compiles(name, change, devices=("cpu",)):
+def _compiles(name, change, devices=MEMORY):
     """A line with a model whose parts are compiled before `prepare`."""
 
     @compiled.equal(name, devices=devices)

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import offloadd
-from table import CLASSES, Block, Net, Theme, adamw, net, randomized
-
-BOTH = ("cpu", "nvme")
+from table import CLASSES, EQUAL, EVERYWHERE, MEMORY, ONLY_MOVED, Block, Net, Theme, adamw, net, randomized
 
 several = Theme("several models")
 
 
-@several.equal("two prepared models side by side", devices=BOTH)
+@several.equal("two prepared models side by side", devices=EVERYWHERE)
 def _(s):
     models = [s.begin(net(seed)) for seed in (0, 1)]
     for number in range(3):
@@ -81,7 +79,7 @@ def _(s):
         s.note(loss)
 
 
-@several.equal("a generator and a discriminator, both prepared", devices=BOTH)
+@several.equal("a generator and a discriminator, both prepared", devices=EVERYWHERE)
 def _(s):
     generator, critic = s.begin(net(0)), s.begin(net(1))
     (_, of_generator), (_, of_critic) = s.trained
@@ -100,7 +98,9 @@ def _(s):
         s.note(loss)
 
 
-@several.refused("a generator and a discriminator in one model, two optimizers", "not given to offloadd.prepare")
+@several.refused(
+    "a generator and a discriminator in one model, two optimizers", "not given to offloadd.prepare", none="the optimizer that offloadd.prepare was given"
+)
 def _(s):
     class Both(nn.Module):
         def __init__(self):
@@ -274,7 +274,7 @@ def _(s):
     s.step(0, 1)
 
 
-@several.refused("a part of a prepared model is prepared", "prepared already", devices=("cpu", "none"))
+@several.refused("a part of a prepared model is prepared", "prepared already")
 def _(s):
     s.begin()
     part = s.model.blocks
@@ -283,7 +283,7 @@ def _(s):
         offloadd.prepare(part, optimizer, s.config(), run_dir=s.dir / "part")
 
 
-@several.refused("a model with a prepared part is prepared", "prepared already", devices=("cpu", "none"))
+@several.refused("a model with a prepared part is prepared", "prepared already")
 def _(s):
     s.begin()
     whole = nn.Sequential(s.model, nn.Linear(CLASSES, 2))
@@ -291,7 +291,7 @@ def _(s):
         offloadd.prepare(whole, adamw(whole.parameters()), s.config(), run_dir=s.dir / "whole")
 
 
-@several.refused("two models share a parameter, both prepared", "prepared already", devices=("cpu", "none"))
+@several.refused("two models share a parameter, both prepared", "prepared already")
 def _(s):
     one, other = net(0), net(1)
     other.last.weight = one.last.weight
@@ -329,7 +329,7 @@ def _fails(s, error, within=contextlib.nullcontext):
     s.step(2, 3)
 
 
-failing.equal("an error in a block's forward", lambda s: _fails(s, RuntimeError("out of memory")), devices=BOTH)
+failing.equal("an error in a block's forward", lambda s: _fails(s, RuntimeError("out of memory")), devices=EVERYWHERE)
 failing.equal("KeyboardInterrupt in a block's forward", lambda s: _fails(s, KeyboardInterrupt()))
 failing.equal("an error in evaluation", lambda s: _fails(s, ValueError("bad"), torch.no_grad))
 failing.equal("StopIteration in a block's forward", lambda s: _fails(s, StopIteration("end")))
@@ -354,7 +354,7 @@ def _(s):
     s.step(1)
 
 
-@failing.equal("an error in a hook of a gradient, then `zero_grad`", devices=BOTH)
+@failing.equal("an error in a hook of a gradient, then `zero_grad`", devices=EVERYWHERE)
 def _(s):
     told = [RuntimeError("in backward")]
 
@@ -452,7 +452,7 @@ def _(s):
     s.step(1)
 
 
-@failing.equal("an error in a recomputation")
+@failing.equal("an error in a recomputation", error=RuntimeError)
 def _(s):
     from torch.utils.checkpoint import checkpoint
 
@@ -534,40 +534,47 @@ def _where_a_pass_begins(s, handler):
     _after_one(s, handler, lambda gathering: gathering.order, "_announce")
 
 
-failing.refused("a handler of a signal that saves, where a pass begins", "set a flag", lambda s: _where_a_pass_begins(s, lambda s: s.model.state_dict()))
-failing.refused("a handler of a signal that saves, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model.state_dict()))
-failing.refused("a handler of a signal that evaluates, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.model(s.x())))
-failing.refused(
-    "a handler of a signal that reads moments, while weights come", "set a flag", lambda s: _while_weights_come(s, lambda s: s.optimizer.state_dict())
-)
+def _evaluates(s):
+    with torch.no_grad(), torch.random.fork_rng():
+        s.model(s.x())
 
 
-@failing.equal("a read that fails")
+def _interrupts(name, script):
+    failing.refused(name, "set a flag", script, none=EQUAL)
+
+
+_interrupts("a handler of a signal that saves, where a pass begins", lambda s: _where_a_pass_begins(s, lambda s: s.model.state_dict()))
+_interrupts("a handler of a signal that saves, while weights come", lambda s: _while_weights_come(s, lambda s: s.model.state_dict()))
+_interrupts("a handler of a signal that evaluates, while weights come", lambda s: _while_weights_come(s, _evaluates))
+_interrupts("a handler of a signal that reads moments, while weights come", lambda s: _while_weights_come(s, lambda s: s.optimizer.state_dict()))
+
+
+@failing.equal("a read that fails", error=IndexError)
 def _(s):
     return s.w[99]
 
 
-@failing.equal("operands of other shapes")
+@failing.equal("operands of other shapes", error=RuntimeError)
 def _(s):
     return s.w @ s.w
 
 
-@failing.equal("an attribute that is not there")
+@failing.equal("an attribute that is not there", error=AttributeError)
 def _(s):
     return s.w.no_such_name
 
 
-@failing.equal("a backward of something without a gradient")
+@failing.equal("a backward of something without a gradient", error=RuntimeError)
 def _(s):
     s.w.detach().sum().backward()
 
 
-@failing.equal("a backward of a matrix")
+@failing.equal("a backward of a matrix", error=RuntimeError)
 def _(s):
     s.model(s.x()).backward()
 
 
-@failing.equal("`bool` of a matrix, `float` of a matrix")
+@failing.equal("`bool` of a matrix, `float` of a matrix", error=RuntimeError)
 def _(s):
     return bool(s.w)
 
@@ -590,7 +597,7 @@ def _(s):
         offloadd.prepare(model, adamw(model.parameters()), s.config(), run_dir=s.dir / "run-0")
 
 
-def _closed(name, do, devices=("cpu",)):
+def _closed(name, do, devices=MEMORY):
     """A line in which a run is closed after two steps."""
 
     @notebooks.equal(name, devices=devices)
@@ -634,8 +641,98 @@ _closed("a new optimizer after `close`", lambda s: _train_on(s, adamw(s.model.pa
 _closed("an SGD after `close`", lambda s: _train_on(s, torch.optim.SGD(s.model.parameters(), lr=0.1)))
 _closed("the same optimizer after `close`", lambda s: _train_on(s, s.optimizer))
 _closed("writes after `close`", _ended(lambda s: [torch.no_grad()(lambda: s.w.mul_(2))(), s.model(s.x(2))][1]))
-_closed("`prepare` after `close`", _prepared_again, devices=BOTH)
+_closed("`prepare` after `close`", _prepared_again, devices=EVERYWHERE)
 _closed("`close` twice", _ended(lambda s: s.run.close() if s.run else None))
+
+
+def _closed_with(name, change, again=False):
+    """A line in which a run is closed with gradients that the script has changed, and a step follows."""
+
+    @notebooks.equal(name)
+    def _(s):
+        s.step(0)
+        s.backward(1)
+        change(s)
+        if s.run:
+            s.run.close()
+        s.note({name: param.grad for name, param in s.model.named_parameters()})
+        if again:
+            s.begin(*s.trained.pop())
+            s.backward(2)
+        s.optimizer.step()
+        return s.weights()
+
+
+def _step_and_zero(s):
+    s.optimizer.step()
+    for param in s.model.parameters():
+        param.grad.zero_()
+
+
+_closed_with("gradients when a run is closed", lambda s: None)
+_closed_with("gradients changed in place when a run is closed", lambda s: s.w.grad.add_(0.1))
+_closed_with("a gradient that a script has given when a run is closed", lambda s: setattr(s.w, "grad", torch.full((32, 16), 0.1)))
+_closed_with("a gradient that was dropped when a run is closed", lambda s: setattr(s.w, "grad", None))
+_closed_with("gradients that were made zero after a step when a run is closed", _step_and_zero)
+_closed_with("gradients that were made zero after a step, and another `prepare`", _step_and_zero, again=True)
+_closed_with("gradients made zero by `zero_grad` when a run is closed", lambda s: s.optimizer.zero_grad(set_to_none=False))
+_closed_with(
+    "gradients that were given after a step when a run is closed",
+    lambda s: [s.optimizer.step(), [setattr(param, "grad", torch.full_like(param, 0.1)) for param in s.model.parameters()]],
+)
+
+
+@notebooks.refused("a block frozen between `close` and `prepare`", "freeze what was trained after offloadd.prepare")
+def _(s):
+    s.step(0)
+    if s.run:
+        s.run.close()
+    s.model.blocks[1].requires_grad_(False)
+    model, optimizer = s.trained[-1]
+    try:
+        s.begin(*s.trained.pop())
+    finally:
+        # Nothing is changed.
+        s.trained, s.continues = [(model, optimizer)], False
+        s.note(model.eval()(s.x()))
+    s.step(1)
+
+
+@notebooks.equal("a block frozen after another `prepare`, and unfrozen")
+def _(s):
+    s.step(0)
+    if s.run:
+        s.run.close()
+    s.begin(*s.trained.pop())
+    s.model.blocks[1].requires_grad_(False)
+    s.step(1)
+    if s.run:
+        s.run.close()
+    s.model.blocks[1].requires_grad_(True)
+    s.begin(*s.trained.pop())
+    s.step(2)
+
+
+def _held_over_close(s, drop=False, zero=False):
+    s.continues = False
+    s.step(0)
+    s.backward(1)
+    grad = s.w.grad
+    if zero:
+        s.optimizer.step()
+        grad.zero_()
+    if s.run:
+        s.run.close()
+    if drop:
+        s.runs.clear()
+        s.trained.clear()
+        gc.collect()
+    return grad.sum()
+
+
+notebooks.refused("a gradient held over `close`", "the run is closed", lambda s: _held_over_close(s))
+notebooks.refused("a gradient held over `close`, made zero after a step", "the run is closed", lambda s: _held_over_close(s, zero=True))
+notebooks.refused("a gradient held over `close`, of a model that is dropped", "the run is closed", lambda s: _held_over_close(s, drop=True))
 
 
 @notebooks.equal("an adapter merged after `close`")
@@ -710,7 +807,7 @@ def _(s):
             s.run.close()
 
 
-@notebooks.equal("a model that is dropped ends its run", devices=BOTH)
+@notebooks.equal("a model that is dropped ends its run", devices=EVERYWHERE)
 def _(s):
     s.step(0)
     run = s.run
@@ -823,7 +920,7 @@ def _in_fork(do):
         return [status, pipe.read()]
 
 
-@processes.equal("a fork that ends, and the parent goes on", devices=BOTH)
+@processes.equal("a fork that ends, and the parent goes on", devices=EVERYWHERE)
 def _(s):
     s.step(0)
     s.note(_in_fork(lambda: 1.0))
@@ -899,8 +996,8 @@ class _Meeting(Block):
         return super().forward(x)
 
 
-def _within_forward(name, do):
-    @processes.refused(name, "two threads use a prepared model at once")
+def _within_forward(name, do, **more):
+    @processes.refused(name, "two threads use a prepared model at once", **more)
     def _(s):
         s.begin(net(block=_Meeting, dropout=0.0))
         s.step(0)
@@ -912,7 +1009,7 @@ def _within_forward(name, do):
 
 
 _within_forward("a forward while another thread is in one", lambda s: s.model.blocks[0](torch.ones(1, 16)))
-_within_forward("a read while another thread is in a forward", lambda s: s.w.norm())
+_within_forward("a read while another thread is in a forward", lambda s: s.w.norm(), none=EQUAL)
 _within_forward("moments read while another thread is in a forward", lambda s: s.optimizer.state[s.w]["exp_avg"].norm())
 _within_forward("`zero_grad` while another thread is in a forward", lambda s: s.optimizer.zero_grad())
 
@@ -937,8 +1034,8 @@ def _(s):
         raise refused[0]
 
 
-def _within_backward(name, do):
-    @processes.refused(name, "two threads use a prepared model at once")
+def _within_backward(name, do, **more):
+    @processes.refused(name, "two threads use a prepared model at once", **more)
     def _(s):
         s.step(0)
         handle = s.w.register_hook(lambda grad: _in_thread(lambda: do(s)) and None)
@@ -949,7 +1046,7 @@ def _within_backward(name, do):
 
 
 _within_backward("a forward while another thread is in a backward", lambda s: s.model(s.x()))
-_within_backward("a read while another thread is in a backward", lambda s: s.model.blocks[0].up.weight.norm())
+_within_backward("a read while another thread is in a backward", lambda s: s.model.blocks[0].up.weight.norm(), none=EQUAL)
 
 
 class _Looking:
@@ -996,7 +1093,7 @@ _within_other("a forward within `run.gathered()` while another thread is in one 
 def _at_once(name, looks):
     """A line in which several threads look at a model that nothing trains, each of which sees what it has to or is refused."""
 
-    @processes.equal(name)
+    @processes.equal(name, none=ONLY_MOVED)
     def _(s):
         model = s.use(net(dropout=0.0, blocks=8))
         s.continues = False
@@ -1049,10 +1146,10 @@ def _(s):
 processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.model.share_memory())
 
 
-processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: [s.w.share_memory_(), s.step(0)], devices=("cpu", "none"))
+processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: [s.w.share_memory_(), s.step(0)])
 
 
-@processes.refused("`torch.distributed.broadcast` of weights", "all ranks have the same values already")
+@processes.refused("`torch.distributed.broadcast` of weights", "all ranks have the same values already", none=EQUAL)
 def _(s):
     _in_group(s, lambda dist: dist.broadcast(s.w, 0))
 

@@ -15,14 +15,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from table import CLASSES, Block, Net, Theme, adamw, net, randomized
-
-BOTH = ("cpu", "nvme")
+from table import CLASSES, EQUAL, EVERYWHERE, MEMORY, Block, Net, Theme, adamw, net, randomized
 
 stepped = Theme("steps")
 
-stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=BOTH)
-stepped.refused("no `zero_grad` between steps", "zero_grad()", lambda s: s.step(0, 1, 2, zero=False), devices=BOTH)
+stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=EVERYWHERE)
+stepped.refused("no `zero_grad` between steps", "zero_grad()", lambda s: s.step(0, 1, 2, zero=False), devices=EVERYWHERE)
 
 
 def _block(s, number):
@@ -36,7 +34,10 @@ def _drop(s, number, drop):
 
 
 stepped.refused(
-    "no `zero_grad` between steps of two blocks", "zero_grad()", lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), s.optimizer.step()], devices=BOTH
+    "no `zero_grad` between steps of two blocks",
+    "zero_grad()",
+    lambda s: [_block(s, 0), s.optimizer.step(), _block(s, 1), s.optimizer.step()],
+    devices=EVERYWHERE,
 )
 stepped.equal(
     "`p.grad = None` of a block that a step has left, after a backward of another",
@@ -63,7 +64,7 @@ stepped.equal(
 stepped.equal(
     "gradients of several batches",
     lambda s: [s.backward(0, 1, 2), s.optimizer.step(), s.optimizer.zero_grad(), s.step(3)],
-    devices=BOTH,
+    devices=EVERYWHERE,
 )
 stepped.equal("gradients dropped between batches", lambda s: [s.backward(0), s.model.zero_grad(), s.backward(1), s.optimizer.step()])
 stepped.equal("`p.grad = None` of all", lambda s: [_each(s, lambda p: setattr(p, "grad", None)), s.step(1)])
@@ -85,8 +86,8 @@ stepped.equal(
     "`retain_graph` and a second backward",
     lambda s: [(loss := s.loss()).backward(retain_graph=True), loss.backward(), s.optimizer.step()],
 )
-stepped.equal("a second backward without `retain_graph`", lambda s: [(loss := s.loss()).backward(), loss.backward()])
-stepped.equal("a graph of before a step", lambda s: [old := s.loss(), s.step(1), old.backward()])
+stepped.equal("a second backward without `retain_graph`", lambda s: [(loss := s.loss()).backward(), loss.backward()], error=RuntimeError)
+stepped.equal("a graph of before a step", lambda s: [old := s.loss(), s.step(1), old.backward()], error=RuntimeError)
 stepped.equal("two forwards, one backward", lambda s: [(s.loss(0) + s.loss(1)).backward(), s.optimizer.step()])
 stepped.equal("an evaluation between forward and backward", lambda s: _evaluates_between(s))
 stepped.equal("a forward whose result is dropped", lambda s: [s.loss(0), s.step(1)])
@@ -113,18 +114,18 @@ stepped.equal(
     "a block used three times",
     lambda s: [setattr(s, "loss_of", lambda m, x, y: F.cross_entropy(m.last(m.blocks[0](m.blocks[0](m.blocks[0](m.first(x))))), y)), s.step(0, 1)],
 )
-stepped.equal("a loss that needs no gradient", lambda s: torch.zeros(()).backward())
+stepped.equal("a loss that needs no gradient", lambda s: torch.zeros(()).backward(), error=RuntimeError)
 stepped.equal("`detect_anomaly`", lambda s: _with_anomalies(s))
 stepped.equal(
     "gradients under `set_grad_enabled`",
     lambda s: [torch.set_grad_enabled(False), s.loss().requires_grad, torch.set_grad_enabled(True), s.step()][1],
 )
-stepped.equal("`checkpoint(use_reentrant=False)`", lambda s: _checkpointed(s, use_reentrant=False), devices=BOTH)
+stepped.equal("`checkpoint(use_reentrant=False)`", lambda s: _checkpointed(s, use_reentrant=False), devices=EVERYWHERE)
 stepped.equal("`checkpoint(use_reentrant=True)`", lambda s: _checkpointed(s, use_reentrant=True))
 stepped.equal("`checkpoint_sequential`", lambda s: _checkpointed_sequence(s))
 stepped.equal("`checkpoint` within a block", lambda s: _checkpointed_parts(s))
-stepped.refused("`create_graph` over the input", "create_graph=True", lambda s: _gradient_penalty(s))
-stepped.refused("`create_graph` over the weights", "create_graph=True", lambda s: _second_order(s))
+stepped.refused("`create_graph` over the input", "create_graph=True", lambda s: _gradient_penalty(s), none=EQUAL)
+stepped.refused("`create_graph` over the weights", "create_graph=True", lambda s: _second_order(s), none=EQUAL)
 stepped.equal("a loss that is not a number", lambda s: _not_finite(s))
 
 
@@ -314,7 +315,7 @@ grads.equal(
 grads.equal(
     "`clip_grad_norm_`",
     lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1), exact=False), s.optimizer.step()],
-    devices=BOTH,
+    devices=EVERYWHERE,
 )
 grads.equal(
     "`clip_grad_norm_` that changes nothing",
@@ -339,6 +340,7 @@ grads.equal(
 grads.equal(
     "`clip_grad_norm_(error_if_nonfinite=True)`",
     lambda s: [(s.loss() * float("inf")).backward(), nn.utils.clip_grad_norm_(s.model.parameters(), 1.0, error_if_nonfinite=True)],
+    error=RuntimeError,
 )
 grads.equal(
     "`get_total_norm`, `clip_grads_with_norm_`",
@@ -399,8 +401,11 @@ def _projected_gradients(s):
 
 optimizers = Theme("optimizers")
 
+# Of other optimizers, where parameters stay in memory.
+GIVEN = "the optimizer that offloadd.prepare was given"
 
-def _with(name, make, devices=("cpu",)):
+
+def _with(name, make, devices=MEMORY):
     """A line in which an optimizer of the model's parameters makes three steps."""
 
     @optimizers.equal(name, devices=devices)
@@ -426,9 +431,9 @@ def _groups(model):
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.99)}]
 
 
-_with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.1), devices=BOTH)
+_with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.1), devices=EVERYWHERE)
 _with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4))
-_with("groups with their own settings", lambda m: adamw(_groups(m)), devices=BOTH)
+_with("groups with their own settings", lambda m: adamw(_groups(m)), devices=EVERYWHERE)
 _with("a group of each parameter", lambda m: adamw([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(m.parameters())]))
 _with("a group with a function of a script's own", lambda m: adamw([{"params": [*m.parameters()], "rate_of": lambda step: 1 / step}]))
 _with("named parameters", lambda m: adamw(m.named_parameters()))
@@ -440,7 +445,7 @@ _with("a learning rate of zero", lambda m: adamw(m.parameters(), lr=0.0))
 _with("Muon of the matrices", lambda m: torch.optim.Muon([p for p in m.blocks.parameters() if p.dim() == 2], lr=1e-4))
 _with("some parameters only", lambda m: adamw(m.blocks.parameters()))
 _with("only the head", lambda m: adamw(m.last.parameters()))
-_with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=BOTH)
+_with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=EVERYWHERE)
 _with("a frozen base and a head", lambda m: [m.blocks.requires_grad_(False), adamw(p for p in m.parameters() if p.requires_grad)][1])
 _with(
     "only biases",
@@ -479,7 +484,7 @@ _refused("Adam with weight decay", "use torch.optim.AdamW", lambda m: torch.opti
 _refused("a parameter of another model", "not the model's", lambda m: adamw([*m.parameters(), nn.Parameter(torch.zeros(2))]))
 
 
-@optimizers.equal("an optimizer that has made steps", devices=BOTH)
+@optimizers.equal("an optimizer that has made steps", devices=EVERYWHERE)
 def _(s):
     model = net()
     optimizer = adamw(model.parameters())
@@ -496,7 +501,7 @@ def _(s):
     s.begin(model, adamw([*model.parameters(), model.last.weight]))
 
 
-@optimizers.refused("a block unfrozen for `add_param_group`", "was frozen when the model was prepared")
+@optimizers.refused("a block unfrozen for `add_param_group`", "was frozen when the model was prepared", none="add_param_group after offloadd.prepare")
 def _(s):
     model = net()
     model.blocks[0].requires_grad_(False)
@@ -570,7 +575,8 @@ def _(s):
 @optimizers.refused("two optimizers, the second is not prepared", "not given to offloadd.prepare")
 def _(s):
     model = net()
-    other = adamw([*model.first.parameters(), *model.last.parameters()], lr=3e-3)
+    # A decay would be written before the gradients are read.
+    other = adamw([*model.first.parameters(), *model.last.parameters()], lr=3e-3, weight_decay=0.0)
     s.begin(model, adamw(model.blocks.parameters()))
     for number in range(3):
         s.backward(number)
@@ -579,7 +585,7 @@ def _(s):
         model.zero_grad()
 
 
-@optimizers.refused("two optimizers of one model that take turns", "not given to offloadd.prepare")
+@optimizers.refused("two optimizers of one model that take turns", "not given to offloadd.prepare", none=GIVEN)
 def _(s):
     model = net()
     other = adamw(model.blocks[2:].parameters(), lr=3e-3)
@@ -590,16 +596,17 @@ def _(s):
         model.zero_grad()
 
 
-@optimizers.refused("a second optimizer made later", "not given to offloadd.prepare")
+@optimizers.refused("a second optimizer made later", "not given to offloadd.prepare", none=GIVEN)
 def _(s):
     s.step(0)
     other = adamw(s.model.parameters(), lr=3e-3)
     s.backward(1)
     other.step()
     other.zero_grad()
+    s.backward(2)
 
 
-@optimizers.refused("an SGD for embeddings beside AdamW", "not given to offloadd.prepare")
+@optimizers.refused("an SGD for embeddings beside AdamW", "not given to offloadd.prepare", none=GIVEN)
 def _(s):
     model = net()
     other = torch.optim.SGD(model.first.parameters(), lr=0.1)
@@ -696,7 +703,7 @@ def _(s):
 schedulers = Theme("schedulers")
 
 
-def _scheduled(name, make, devices=("cpu",), **more):
+def _scheduled(name, make, devices=MEMORY, **more):
     @schedulers.equal(name, devices=devices)
     def _(s):
         model = net()
@@ -744,7 +751,7 @@ def _(s):
     return [s.optimizer.param_groups[0]["lr"], again.get_last_lr()]
 
 
-@schedulers.equal("a search for the learning rate that goes back to the start", devices=BOTH)
+@schedulers.equal("a search for the learning rate that goes back to the start", devices=EVERYWHERE)
 def _(s):
     s.step(0)
     model, optimizer = copy.deepcopy(s.model.state_dict()), copy.deepcopy(s.optimizer.state_dict())
@@ -771,7 +778,7 @@ def _(s):
 precision = Theme("precision")
 
 
-@precision.equal("`autocast` with bfloat16", devices=BOTH)
+@precision.equal("`autocast` with bfloat16", devices=EVERYWHERE)
 def _(s):
     s.loss_of = lambda m, x, y: torch.autocast("cpu", torch.bfloat16)(lambda: F.cross_entropy(m(x), y))()
     s.step(0, 1)
@@ -919,7 +926,7 @@ def _after(s, do):
     return do()
 
 
-saved.equal("`model.state_dict()`", lambda s: _after(s, lambda: s.model.state_dict()), devices=BOTH)
+saved.equal("`model.state_dict()`", lambda s: _after(s, lambda: s.model.state_dict()), devices=EVERYWHERE)
 saved.equal(
     "`state_dict` of a block, with a prefix, with `keep_vars`",
     lambda s: _after(s, lambda: [s.model.blocks[1].state_dict(), s.model.state_dict(prefix="m."), s.model.state_dict(keep_vars=True)]),
@@ -933,19 +940,20 @@ saved.differs(
     "a `state_dict` after a step",
     "its tensors are copies and keep their values",
     lambda s: [state := s.model.state_dict(), before := state["last.weight"].clone(), s.step(0), not torch.equal(before, state["last.weight"])][3],
+    none=EQUAL,
 )
 saved.equal(
     "`state_dict` has its `_metadata`, order and class",
     lambda s: [list(s.model.state_dict()._metadata), list(s.model.state_dict()), type(s.model.state_dict()).__name__],
 )
-saved.equal("`torch.save` of the state", lambda s: _after(s, lambda: _through(s.model.state_dict())), devices=BOTH)
+saved.equal("`torch.save` of the state", lambda s: _after(s, lambda: _through(s.model.state_dict())), devices=EVERYWHERE)
 saved.equal("`torch.save` of a list of weights", lambda s: _after(s, lambda: _through([p.detach() for p in s.model.parameters()])))
 saved.equal(
     "`torch.save` of `dict(named_parameters())`",
     lambda s: _after(s, lambda: _through({n: p.data for n, p in s.model.named_parameters()})),
 )
 saved.equal("`torch.save` of `w.detach()`", lambda s: _after(s, lambda: _through(s.w.detach())))
-saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)))
+saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)), none=EQUAL)
 saved.refused("`torch.save(model)`", "state_dict", lambda s: _after(s, lambda: _through(s.model, weights_only=False)))
 saved.refused("`pickle` of the model", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.model)))
 saved.refused("`pickle` of the optimizer", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.optimizer)))
@@ -972,14 +980,14 @@ saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_
 saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s))
 saved.equal("weights that were tied, with `keep_vars`", lambda s: _untied_state(s, keep_vars=True))
 saved.equal("weights that were tied, where parameters stay with the model", lambda s: _untied_state(s), devices=("none",))
-saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()), devices=BOTH)
+saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()), devices=EVERYWHERE)
 saved.equal("`optimizer.state_dict()` before the first step", lambda s: s.optimizer.state_dict())
 saved.equal(
     "`optimizer.state_dict()` of groups",
     lambda s: [s.begin(m := net(), adamw(_groups(m))), _after(s, lambda: s.optimizer.state_dict())][1],
 )
 saved.equal("`torch.save` of the optimizer's state", lambda s: _after(s, lambda: _through(s.optimizer.state_dict())))
-saved.equal("plain AdamW that continues from `state_dict`s", lambda s: _continued_plain(s), devices=BOTH)
+saved.equal("plain AdamW that continues from `state_dict`s", lambda s: _continued_plain(s), devices=EVERYWHERE)
 saved.equal("`len(optimizer.state)`", lambda s: _after(s, lambda: len(s.optimizer.state)))
 saved.equal("`optimizer.state[w]['exp_avg']`", lambda s: _after(s, lambda: s.optimizer.state[s.w]["exp_avg"]))
 saved.equal("`optimizer.state[w]['step']`", lambda s: _after(s, lambda: float(s.optimizer.state[s.w]["step"])))
@@ -1010,7 +1018,7 @@ saved.refused(
 )
 saved.equal("`get_model_state_dict`", lambda s: _after(s, lambda: get_model_state_dict(s.model)))
 saved.equal("`get_optimizer_state_dict`", lambda s: _after(s, lambda: get_optimizer_state_dict(s.model, s.optimizer)))
-saved.equal("`get_state_dict`", lambda s: _after(s, lambda: get_state_dict(s.model, s.optimizer)), devices=BOTH)
+saved.equal("`get_state_dict`", lambda s: _after(s, lambda: get_state_dict(s.model, s.optimizer)), devices=EVERYWHERE)
 saved.equal("`torch.distributed.checkpoint.save`", lambda s: _after(s, lambda: _distributed_checkpoint(s)))
 saved.equal(
     "`scheduler.state_dict()` of a scheduler beside it",
@@ -1105,7 +1113,7 @@ def _trained_state():
 
 
 loaded.equal("`model.load_state_dict` after `prepare`", lambda s: [s.model.load_state_dict(_trained_state()[0]), s.step(0, 1)])
-loaded.equal("`model.load_state_dict` after steps", lambda s: [s.step(0), s.model.load_state_dict(_trained_state()[0]), s.step(1)], devices=BOTH)
+loaded.equal("`model.load_state_dict` after steps", lambda s: [s.step(0), s.model.load_state_dict(_trained_state()[0]), s.step(1)], devices=EVERYWHERE)
 loaded.equal("what `load_state_dict` returns", lambda s: str(s.model.load_state_dict(_trained_state()[0])))
 loaded.equal("its own `state_dict`", lambda s: [s.step(0), s.model.load_state_dict(s.model.state_dict()), s.step(1)])
 loaded.equal(
@@ -1140,7 +1148,7 @@ loaded.refused(
 loaded.equal(
     "`optimizer.load_state_dict` of plain PyTorch's",
     lambda s: [s.model.load_state_dict(_trained_state()[0]), s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)],
-    devices=BOTH,
+    devices=EVERYWHERE,
 )
 loaded.equal(
     "`optimizer.load_state_dict` alone",
@@ -1166,12 +1174,29 @@ loaded.equal(
 loaded.equal(
     "a state of another number of groups",
     lambda s: s.optimizer.load_state_dict(adamw([{"params": [p]} for p in net().parameters()]).state_dict()) if s.model else None,
+    error=ValueError,
 )
 loaded.equal(
     "a state of other numbers of parameters",
     lambda s: s.optimizer.load_state_dict(adamw(net().last.parameters()).state_dict()) if s.model else None,
+    error=ValueError,
 )
-loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s), devices=BOTH)
+
+
+@loaded.refused("a state with moments of a frozen block", "was frozen when the model was prepared")
+def _(s):
+    trained = net()
+    optimizer = adamw(trained.parameters())
+    s.loss_of(trained, *s.batch()).backward()
+    optimizer.step()
+    model = net()
+    model.blocks[1].requires_grad_(False)
+    s.begin(model, adamw(model.parameters()))
+    s.optimizer.load_state_dict(optimizer.state_dict())
+    s.step(1)
+
+
+loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s), devices=EVERYWHERE)
 loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()])
 loaded.equal("`set_state_dict` of both", lambda s: _set_both(s))
 loaded.equal("weights loaded before `prepare`", lambda s: [s.begin(_loaded(net(), net(3).state_dict()).train()), s.step()])

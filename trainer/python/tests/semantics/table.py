@@ -43,6 +43,16 @@ PROGRAM = os.environ.get("OFFLOADD_PROGRAM") or next(
 # Largest difference of values after an update, relative and absolute.
 TOLERANCE = 1e-5
 
+# Where the state is: in host memory, with parameters that are released ("cpu") or stay with the model ("none"), and on drives as well.
+MEMORY = ("cpu", "none")
+EVERYWHERE = (*MEMORY, "nvme")
+
+# What a line says of "none" if values are equal there and not elsewhere.
+EQUAL = object()
+
+# The error of "none" for models that nothing trains.
+ONLY_MOVED = "without an optimizer parameters are only moved"
+
 # Seconds after which a line is taken to hang.
 LINE_S = 120
 
@@ -82,7 +92,8 @@ def randomized(model, seed=0):
     generator = torch.Generator().manual_seed(17 + seed)
     with torch.no_grad():
         for param in model.parameters():
-            if param.is_floating_point():
+            # Numbers of 8 bits have no arithmetic.
+            if param.is_floating_point() and param.element_size() > 1:
                 param.add_(torch.randn(param.shape, generator=generator).to(param.dtype) * 0.05)
     return model
 
@@ -270,11 +281,13 @@ class Line:
     script: object
     # A phrase of the error's message, None where the values are equal.
     refused: object = None
-    # The error's class.
-    error: type = offloadd.Error
+    # The class of the error, which an equal line has if plain PyTorch raises one.
+    error: type = None
     # How it is otherwise on purpose: the script returns True plain and False prepared.
     differs: object = None
-    devices: tuple = ("cpu",)
+    devices: tuple = MEMORY
+    # Of device "none" if it is otherwise there: EQUAL, or the phrase of an error.
+    none: object = None
 
     @property
     def key(self):
@@ -285,20 +298,28 @@ class Line:
         """Whether the line is "equal", "refused" or "differs"."""
         return "refused" if self.refused is not None else "differs" if self.differs is not None else "equal"
 
+    def on(self, device):
+        """The line as it is with a device."""
+        if device != "none" or self.none is None:
+            return self
+        return dataclasses.replace(self, refused=None if self.none is EQUAL else self.none, error=None, differs=None, none=None)
+
     def check(self):
         """What is not as the line says, empty if all is. It runs in a process of its own."""
-        plain = outcome(self, None)
-        if plain.error is not None and isinstance(plain.error.value, NameError):
-            return f"the line itself is wrong: {plain.error}"
-        if plain.at_end is not None and self.refused is None:
+        lines = [(device, self.on(device)) for device in self.devices]
+        continues = any(line.refused is None for _, line in lines)
+        plain = outcome(self, None, continues)
+        if self.refused is None and type(plain.error and plain.error.value) is not (self.error or type(None)):
+            return f"the line itself is wrong: {plain.error or 'no error'}"
+        if plain.at_end is not None:
             return f"plain: the step after: {plain.at_end}"
-        return next(filter(None, (self._compare(device, plain) for device in self.devices)), "")
+        return next(filter(None, (line._compare(device, plain) for device, line in lines)), "")
 
     def _compare(self, device, plain):
         ours = outcome(self, device)
         error = ours.error
         if self.refused is not None:
-            if not isinstance(error and error.value, self.error) or self.refused not in str(error.value):
+            if not isinstance(error and error.value, self.error or offloadd.Error) or self.refused not in str(error.value):
                 return f"{device}: not refused with {self.refused!r}, but {error or 'no error'}"
         elif plain.error is not None or error is not None:
             if type(plain.error and plain.error.value) is not type(error and error.value):
@@ -339,8 +360,8 @@ class Outcome:
     at_end: object
 
 
-def outcome(line, device):
-    """Runs a line's script and the step after."""
+def outcome(line, device, continues=True):
+    """Runs a line's script and, if it `continues`, the step after."""
     with contextlib.ExitStack() as stack:
         dir = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         stack.enter_context(warnings.catch_warnings())
@@ -357,7 +378,7 @@ def outcome(line, device):
             error = Raised(one)
         noted = len(script.notes)
         try:
-            if device is not None or line.refused is None:
+            if continues:
                 script.finish()
             script.end()
         except (Exception, KeyboardInterrupt) as one:
@@ -369,11 +390,11 @@ THEMES = []
 
 
 class Theme:
-    """Lines of one kind. `devices` are those of its lines, unless a line says otherwise. Without `changes` they only look, and make no
-    further step."""
+    """Lines of one kind. `devices` are those of its lines, and `none` what they say of device "none", unless a line says otherwise. Without `changes`
+    they only look, and make no further step."""
 
-    def __init__(self, name, devices=("cpu",), changes=True):
-        self.name, self.devices, self.changes, self.lines = name, devices, changes, []
+    def __init__(self, name, devices=MEMORY, changes=True, none=None):
+        self.name, self.devices, self.changes, self.none, self.lines = name, devices, changes, none, []
         THEMES.append(self)
 
     def equal(self, name, script=None, **more):
@@ -391,7 +412,7 @@ class Theme:
     def _add(self, name, script, phrase, more):
         if script is None:
             return lambda script: self._add(name, script, phrase, more)
-        self.lines.append(Line(self, name, script, phrase, **{"devices": self.devices, **more}))
+        self.lines.append(Line(self, name, script, phrase, **{"devices": self.devices, "none": self.none, **more}))
         return script
 
 

@@ -6,15 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from table import CLASSES, Block, Theme, net
+from table import CLASSES, EVERYWHERE, ONLY_MOVED, Block, Theme, net
 
-BOTH = ("cpu", "nvme")
-
-used = Theme("models that nothing trains", changes=False)
-beside = Theme("models that nothing trains, beside one that is trained")
+used = Theme("models that nothing trains", changes=False, none=ONLY_MOVED)
+beside = Theme("models that nothing trains, beside one that is trained", none=ONLY_MOVED)
 
 
-@used.equal("a forward without gradients, several times", devices=BOTH)
+@used.equal("a forward without gradients, several times", devices=EVERYWHERE)
 def _(s):
     model = s.use().eval()
     with torch.no_grad():
@@ -23,16 +21,16 @@ def _(s):
 
 used.equal("`inference_mode`", lambda s: torch.inference_mode()(s.use().eval().__call__)(s.x()))
 used.equal("dropout in training mode", lambda s: [s.use()(s.x()), s.used(s.x())])
-used.equal("`state_dict`", lambda s: s.use().state_dict(), devices=BOTH)
-used.equal("each parameter read", lambda s: [param.detach().clone() for param in s.use().parameters()], devices=BOTH)
+used.equal("`state_dict`", lambda s: s.use().state_dict(), devices=EVERYWHERE)
+used.equal("each parameter read", lambda s: [param.detach().clone() for param in s.use().parameters()], devices=EVERYWHERE)
 used.equal("autocast", lambda s: torch.autocast("cpu", torch.bfloat16)(s.use().eval().__call__)(s.x()))
-used.equal("bf16", lambda s: s.use(net().bfloat16()).eval()(s.x().bfloat16()), devices=BOTH)
+used.equal("bf16", lambda s: s.use(net().bfloat16()).eval()(s.x().bfloat16()), devices=EVERYWHERE)
 used.equal("float64", lambda s: s.use(net().double()).eval()(s.x().double()))
 used.equal("`requires_grad` of parameters", lambda s: [param.requires_grad for param in s.use().parameters()])
 used.equal("`requires_grad_(False)` and back", lambda s: [s.use().requires_grad_(False).requires_grad_(True).first.weight.requires_grad, s.used.eval()(s.x())])
 
 
-@used.equal("gradients of the input", devices=BOTH)
+@used.equal("gradients of the input", devices=EVERYWHERE)
 def _(s):
     model, x = s.use().eval().requires_grad_(False), s.x().requires_grad_()
     model(x).square().sum().backward()
@@ -87,7 +85,7 @@ def _(s):
     return s.use(net(block=Table)).eval()(s.x())
 
 
-@used.equal("bytes and float8 among the parameters", devices=BOTH)
+@used.equal("bytes and float8 among the parameters", devices=EVERYWHERE)
 def _(s):
     class Tables(Block):
         def __init__(self):
@@ -102,7 +100,7 @@ def _(s):
     return s.use(net(block=Tables)).eval()(s.x())
 
 
-@used.equal("buffers that a forward updates", devices=BOTH)
+@used.equal("buffers that a forward updates", devices=EVERYWHERE)
 def _(s):
     class Normed(Block):
         def __init__(self):
@@ -144,7 +142,7 @@ def _(s):
     return s.run.save_checkpoint(s.dir / "saved") if s.run else None
 
 
-@used.equal("a plain model after `close`", devices=BOTH)
+@used.equal("a plain model after `close`", devices=EVERYWHERE)
 def _(s):
     model = s.use()
     if s.run:
@@ -156,7 +154,7 @@ def _(s):
     return s.weights(model)
 
 
-@beside.equal("a teacher in tiles and a student", devices=BOTH)
+@beside.equal("a teacher in tiles and a student", devices=EVERYWHERE)
 def _(s):
     teacher = s.use(net(7)).eval()
     student = s.begin(net(1))
@@ -171,7 +169,7 @@ def _(s):
         s.note(loss)
 
 
-@beside.equal("a reference prepared after the model that is trained, of its first weights", devices=BOTH)
+@beside.equal("a reference prepared after the model that is trained, of its first weights", devices=EVERYWHERE)
 def _(s):
     reference = net(1)
     policy = s.begin(net(1))
@@ -199,7 +197,7 @@ def _(s):
         s.note(loss)
 
 
-@beside.equal("the same model as its own reference first, and trained then", devices=BOTH)
+@beside.equal("the same model as its own reference first, and trained then", devices=EVERYWHERE)
 def _(s):
     model = s.use(net(2))
     with torch.no_grad():
@@ -210,7 +208,7 @@ def _(s):
     s.step(0, 1)
 
 
-@beside.equal("two teachers in one directory of a drive", devices=BOTH)
+@beside.equal("two teachers in one directory of a drive", devices=EVERYWHERE)
 def _(s):
     teachers = [s.use(net(seed)).eval() for seed in (7, 8)]
     student = s.begin(net(1))

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn import init
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
 import offloadd
 from offloadd import _zero
-from table import Block, Net, Theme, adamw, net, randomized
+from table import EQUAL, EVERYWHERE, MEMORY, Block, Net, Theme, adamw, net, randomized
 
 
 written = Theme("written outside of forward")
@@ -21,9 +22,12 @@ written = Theme("written outside of forward")
 # Where a script finds what to do instead.
 BEFORE = "before offloadd.prepare"
 
+# Of memory in which updates would not be seen.
+MOVED = "send a clone() of it"
 
-def _writes(name, write):
-    written.refused(name, BEFORE, lambda s: _write(s, write))
+
+def _writes(name, write, **more):
+    written.refused(name, BEFORE, lambda s: _write(s, write), **more)
 
 
 def _write(s, write):
@@ -44,20 +48,20 @@ _writes("`for row in w: row.div_(row.norm())`", lambda w: [row.div_(row.norm()) 
 _writes("`w.data.add_`", lambda w: w.data.add_(0.1))
 _writes("`w.data[0] = 0`", lambda w: w.data.__setitem__(0, 0.0))
 _writes("`w.data = x`", lambda w: setattr(w, "data", torch.full_like(w, 0.1)))
-_writes("`w.set_`", lambda w: w.set_(torch.full_like(w, 0.1)))
+_writes("`w.set_`", lambda w: w.set_(torch.full_like(w, 0.1)), none=MOVED)
 _writes("`torch.add(out=w)`", lambda w: torch.add(w, 0.1, out=w))
 _writes("`torch.mul(out=w.data)`", lambda w: torch.mul(w.data, 0.9, out=w.data))
-written.refused("`numpy` in place", "read-only", lambda s: _write(s, lambda w: w.detach().numpy().__imul__(0.9)), error=ValueError)
+written.refused("`numpy` in place", "read-only", lambda s: _write(s, lambda w: w.detach().numpy().__imul__(0.9)), error=ValueError, none=BEFORE)
 _writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
 _writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
 
 _writes("`_fused_sgd_` of an optimizer of a script's own", lambda w: _fused(w))
 
 
-def _stays(name, phrase, change):
-    """A line in which something is done to weights that stay in memory, before the first step."""
+def _stays(name, change):
+    """A line in which the memory of weights that stay in memory is moved, before the first step."""
 
-    @written.refused(name, phrase, devices=("none",))
+    @written.refused(name, MOVED, devices=("none",))
     def _(s):
         s.begin()
         with torch.no_grad():
@@ -65,16 +69,14 @@ def _stays(name, phrase, change):
         s.step(0)
 
 
-_stays("`w.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.add_(0.1))
-_stays("`w.data.add_` of weights that stay in memory, before a step", "only optimizer.step() changes weights", lambda w: w.data.add_(0.1))
-_stays("`w.numpy()` of weights that stay in memory, written before a step", "only optimizer.step() changes weights", lambda w: w.numpy().__imul__(2))
-_stays("`w.detach().share_memory_()` of weights that stay in memory", "send a clone() of it", lambda w: w.detach().share_memory_())
+_stays("`w.detach().share_memory_()` of weights that stay in memory", lambda w: w.detach().share_memory_())
+_stays("weights that stay in memory, sent to another process", lambda w: ForkingPickler.dumps(w.data))
 
 
 def _not_made(name, change):
     """A line in which a script goes on after a write was refused, with the weights of before."""
 
-    @written.equal(name, devices=("cpu", "none"))
+    @written.equal(name)
     def _(s):
         s.step(0)
         with torch.no_grad(), contextlib.suppress(offloadd.NotSupported):
@@ -90,7 +92,7 @@ _not_made("a write that is refused, and the next batch", lambda w: w.add_(0.5))
 _not_made("a write through `data` that is refused, and the next batch", lambda w: w.data.add_(0.5))
 
 
-@written.equal("`GatheredParameters` with `modifier_rank=0`, written", devices=("cpu", "none"))
+@written.equal("`GatheredParameters` with `modifier_rank=0`, written")
 def _(s):
     s.step(0)
     if s.run:
@@ -103,7 +105,31 @@ def _(s):
     return [s.weights(), len(taken)]
 
 
-_stays("weights that stay in memory, sent to another process", "send a clone() of it", lambda w: ForkingPickler.dumps(w.data))
+def _write_and(name, do, **more):
+    """A line in which a script writes to a weight, and then does what replaces or stores what is in tiles."""
+
+    @written.refused(name, BEFORE, **more)
+    def _(s):
+        s.step(0)
+        with torch.no_grad():
+            s.w.mul_(0.5)
+        do(s)
+        s.step(1)
+        return s.weights()
+
+
+def _gather_bias(s):
+    if s.run:
+        _zero.remember(s.run)
+    with _zero.GatheredParameters([s.b], modifier_rank=0), torch.no_grad():
+        s.b.mul_(0.5)
+
+
+_write_and("a write, and a checkpoint", lambda s: s.run and [s.run.save_checkpoint(s.dir / "checkpoints"), s.run.load_checkpoint(s.dir / "checkpoints")])
+_write_and("a write, and `load_state_dict` of another weight", lambda s: s.model.load_state_dict({"last.bias": torch.ones(5)}, strict=False))
+_write_and("a write, and `load_state_dict` of all weights", lambda s: s.model.load_state_dict(net(3).state_dict()), none=EQUAL)
+_write_and("a write, and `load_state_dict` of the optimizer", lambda s: s.optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict())))
+_write_and("a write, and another weight written in `GatheredParameters`", _gather_bias)
 
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
@@ -115,10 +141,17 @@ written.refused(
     BEFORE,
     lambda s: [s.backward(), torch.no_grad()(lambda: s.w.mul_(0.9))(), s.optimizer.step(), s.weights()][3],
 )
-written.refused("a write between forward and backward", BEFORE, lambda s: _write_before_backward(s))
-written.refused("a leaf that requires a gradient, without `no_grad`", BEFORE, lambda s: s.w.add_(1.0))
-written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s))
-written.refused("`torch.utils.swap_tensors`", BEFORE, lambda s: torch.utils.swap_tensors(s.w, nn.Parameter(torch.zeros(32, 16))))
+written.refused(
+    "`w.set_` between backward and step",
+    BEFORE,
+    lambda s: [s.backward(), torch.no_grad()(lambda: s.w.set_(torch.full_like(s.w, 0.1)))(), s.optimizer.step()],
+    none=MOVED,
+)
+# Where weights stay in memory, autograd refuses it as in a model that is not prepared.
+written.refused("a write between forward and backward", BEFORE, lambda s: _write_before_backward(s), devices=("cpu",))
+written.refused("a leaf that requires a gradient, without `no_grad`", BEFORE, lambda s: s.w.add_(1.0), none=EQUAL)
+written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s), none=EQUAL)
+written.refused("`torch.utils.swap_tensors`", BEFORE, lambda s: [torch.utils.swap_tensors(s.w, nn.Parameter(torch.zeros(32, 16))), s.step(0)], none=MOVED)
 written.refused("weights stored, replaced and restored", BEFORE, lambda s: _swapped(s))
 written.refused("a weight of another model copied into it", BEFORE, lambda s: _copied(s))
 
@@ -198,7 +231,7 @@ def _copied(s):
 averaged = Theme("averages of weights")
 
 
-def _averages(name, update, devices=("cpu",)):
+def _averages(name, update, devices=MEMORY):
     """A line in which a copy of the model, made before, follows it."""
 
     @averaged.equal(name, devices=devices)
@@ -213,7 +246,7 @@ def _averages(name, update, devices=("cpu",)):
         return [s.weights(ema), s.loss(3, ema)]
 
 
-_averages("`ema.mul_(0.9).add_(p, alpha=0.1)`", lambda e, p: [a.mul_(0.9).add_(b, alpha=0.1) for a, b in zip(e, p)], devices=("cpu", "nvme"))
+_averages("`ema.mul_(0.9).add_(p, alpha=0.1)`", lambda e, p: [a.mul_(0.9).add_(b, alpha=0.1) for a, b in zip(e, p)], devices=EVERYWHERE)
 _averages("`ema.lerp_(p, 0.1)`", lambda e, p: [a.lerp_(b, 0.1) for a, b in zip(e, p)])
 _averages("`ema.sub_((ema - p) * 0.1)`", lambda e, p: [a.sub_((a - b) * 0.1) for a, b in zip(e, p)])
 _averages("`ema.copy_(p)`", lambda e, p: [a.copy_(b) for a, b in zip(e, p)])
@@ -360,6 +393,7 @@ def _module(name, make, evaluates=False, phrase=IN_PLACE):
             with torch.no_grad():
                 s.note(s.loss(3))
             s.model.train()
+            s.step(4)
 
 
 def _block(forward):
@@ -487,7 +521,7 @@ def _(s):
     s.step(0, 1, 2)
 
 
-@in_forward.refused("a frozen weight", IN_PLACE)
+@in_forward.refused("a frozen weight", IN_PLACE, none=EQUAL)
 def _(s):
     class Writes(Block):
         def forward(self, x):
@@ -553,7 +587,7 @@ def _(s):
 hooked = Theme("hooks")
 
 
-@hooked.equal("`register_hook` before `prepare` sees gradients", devices=("cpu", "nvme"))
+@hooked.equal("`register_hook` before `prepare` sees gradients", devices=EVERYWHERE)
 def _(s):
     model, seen = net(), []
     model.blocks[1].up.weight.register_hook(lambda grad: seen.append(grad.clone()))
@@ -778,7 +812,7 @@ def _counted(register):
     return script
 
 
-hooked.equal("`register_step_pre_hook`", _counted(lambda o, hook: o.register_step_pre_hook(lambda *args: hook(*args))), devices=("cpu", "nvme"))
+hooked.equal("`register_step_pre_hook`", _counted(lambda o, hook: o.register_step_pre_hook(lambda *args: hook(*args))), devices=EVERYWHERE)
 hooked.equal("`register_step_post_hook`", _counted(lambda o, hook: o.register_step_post_hook(lambda *args: hook(*args))))
 
 
@@ -836,8 +870,8 @@ def _(s):
 def _(s):
     seen = []
     handles = [
-        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: seen.append("post")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("post")),
     ]
     s.step(0, 1)
     for handle in handles:
