@@ -40,7 +40,7 @@ ITSELF = {
     for name in (
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
         *("is_sparse", "is_cuda", "is_meta", "is_quantized", "itemsize", "nbytes", "is_cpu", "is_mps", "is_xpu", "output_nr", "retains_grad"),
-        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks"),
+        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks", "_cdata", "_grad"),
     )
     if hasattr(getattr(_Tensor, name, None), "__get__")
 } | {
@@ -367,7 +367,10 @@ def on_copies(
         # A way to ask for the node that accumulates the gradient: the next one of the copy's.
         return read_only(copies[id(args[0])], list(copies.values()))
     taken = lambda one: copies.get(id(one), one)
-    return _on_copies(list(copies.values()), func, tree_map(taken, args), tree_map(taken, kwargs))
+    result = _on_copies(list(copies.values()), func, tree_map(taken, args), tree_map(taken, kwargs))
+    # What gives back its argument, as `w.to(w.device)` and `w.contiguous()` do, gives back the parameter.
+    itself = {id(copies[id(param)]): param for param in params}
+    return tree_map(lambda one: itself.get(id(one), one), result)
 
 
 def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

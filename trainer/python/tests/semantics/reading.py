@@ -54,6 +54,9 @@ read.equal("`cat`, `stack`, `hstack` of parameters", lambda s: [torch.cat([s.w.f
 read.equal("`cosine_similarity` of two blocks", lambda s: F.cosine_similarity(s.w, s.model.blocks[0].up.weight))
 read.equal("`clone`, `detach`, `data`", lambda s: [s.w.clone(), s.w.detach(), s.w.data])
 read.equal("`cpu`, `to`, `double`, `bfloat16`", lambda s: [s.w.cpu(), s.w.to(torch.float16), s.w.double(), s.w.bfloat16()])
+read.equal("`cpu`, `to`, `contiguous`, `+w` and others that give back the weight itself", lambda s: _themselves(s))
+read.equal("`contiguous` and `to`, held over a step", lambda s: [held := [s.w.contiguous(), s.root.to("cpu")], s.step(0), held][2])
+read.equal("a gradient for what `to` gives back", lambda s: torch.autograd.grad(s.loss(), [s.w.to("cpu"), s.b.float()]))
 read.equal("`numpy`", lambda s: s.w.detach().numpy().sum().item())
 read.equal("`numpy` of a parameter that requires a gradient", lambda s: s.w.numpy())
 read.equal("`numpy.asarray(w.detach())`", lambda s: float(numpy.asarray(s.w.detach()).max()))
@@ -92,6 +95,11 @@ read.equal("after a step", lambda s: [s.step(0, 1), s.w[0], s.root.sum()][1:])
 read.equal("between backward and step", lambda s: [s.backward(0), s.w[0].clone(), s.root.sum(), s.optimizer.step()][1:3])
 read.equal("in a block's forward, of another block", lambda s: _reads_in_forward(s))
 read.equal("`w.data` in forward", lambda s: _uses_data_in_forward(s))
+
+
+def _themselves(s):
+    given = [s.w.cpu(), s.w.to("cpu"), s.w.float(), s.w.type(torch.float32), s.w.contiguous(), +s.w, s.w.real, torch.as_tensor(s.w), F.dropout(s.w, 0.5, False)]
+    return [[one is s.w for one in (*given, *torch.atleast_2d(s.w, s.b))], given[0]._cdata == s.w._cdata, s.w.double() is s.w]
 
 
 def _reads_in_forward(s):
