@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import inspect
 import os
 import weakref
 
@@ -316,10 +317,26 @@ def _(s):
     s.step(0, 1)
 
 
+def _attributes(weight):
+    """What a weight says of itself, in words, but for addresses, hooks, and changes of what is in memory."""
+    said = {}
+    for name in set(dir(torch.Tensor)) - {"_cdata", "_version", "__weakref__", "_backward_hooks", "_post_accumulate_grad_hooks"}:
+        if inspect.isdatadescriptor(getattr(torch.Tensor, name)):
+            try:
+                value = getattr(weight, name)
+                said[name] = "a tensor" if isinstance(value, torch.Tensor) else str(value)
+            except (AttributeError, RuntimeError) as error:
+                said[name] = type(error).__name__
+    return said
+
+
 attributes = Theme("attributes", changes=False)
 
 attributes.equal("`shape`, `dtype`, `device`, `layout`", lambda s: [list(s.w.shape), str(s.w.dtype), str(s.w.device), str(s.w.layout)])
 attributes.equal("`size`, `numel`, `dim`, `ndim`, `len`", lambda s: [list(s.w.size()), s.w.numel(), s.w.dim(), s.w.ndim, len(s.w)])
+attributes.equal(
+    "all of a tensor's, between backward and step and after it", lambda s: [s.backward(0), _attributes(s.w), s.optimizer.step(), _attributes(s.root)]
+)
 attributes.equal("`stride`, `is_contiguous`, `element_size`", lambda s: [s.w.stride(), s.w.is_contiguous(), s.w.element_size(), s.w.nbytes])
 attributes.equal("`requires_grad`, `is_leaf`, `grad_fn`, `grad`", lambda s: [s.w.requires_grad, s.w.is_leaf, s.w.grad_fn, s.w.grad])
 attributes.equal(
