@@ -53,8 +53,9 @@ def check_given(model: nn.Module, optimizer: torch.optim.Optimizer, track: Seque
         shapes = ", ".join(str(tuple(param.shape)) for param in others[:4]) + ", ..." * (len(others) > 4)
         raise NotSupported(
             f"the optimizer has a parameter that is not the model's ({len(others)} of them, with shapes {shapes}), such as those of a loss or of another "
-            "model: pass a module that holds all of them, as nn.ModuleList([model, loss]) does; or update them with an optimizer of their own. With a Trainer, "
-            "which has one optimizer, take a loss without parameters"
+            "model: pass a module that holds all of them, as nn.ModuleList([model, loss]) does; or update them with an optimizer of their own; or freeze them by "
+            "requires_grad_(False) if nothing trains them, as those of a guide or a teacher. With a Trainer, which has one optimizer, take a loss that trains "
+            "no parameters of its own"
         )
 
 

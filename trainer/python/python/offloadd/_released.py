@@ -40,7 +40,7 @@ ITSELF = {
     for name in (
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
         *("is_sparse", "is_cuda", "is_meta", "is_quantized", "itemsize", "nbytes", "is_cpu", "is_mps", "is_xpu", "output_nr", "retains_grad"),
-        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks"),
+        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks", "_cdata", "grad_dtype"),
     )
     if hasattr(getattr(_Tensor, name, None), "__get__")
 } | {
@@ -53,13 +53,16 @@ ITSELF = {
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type, torch.is_same_size),
 }
 
-# Operations that give a parameter another storage.
+# Operations that give a parameter another storage, or gradients of another type.
 REPLACES = {
     _Tensor.data.__set__: "assigning .data",
     _Tensor.resize_: "resize_",
     _Tensor.share_memory_: "share_memory_",
     _Tensor.__setstate__: "__setstate__",
 }
+if hasattr(_Tensor, "grad_dtype"):
+    # Tiles have gradients in types of their own: see `_check` in _units.py.
+    REPLACES[_Tensor.grad_dtype.__set__] = "assigning .grad_dtype"
 
 _GRAPH = (_Tensor.view_as, _Tensor.expand_as)
 
@@ -367,7 +370,10 @@ def on_copies(
         # A way to ask for the node that accumulates the gradient: the next one of the copy's.
         return read_only(copies[id(args[0])], list(copies.values()))
     taken = lambda one: copies.get(id(one), one)
-    return _on_copies(list(copies.values()), func, tree_map(taken, args), tree_map(taken, kwargs))
+    result = _on_copies(list(copies.values()), func, tree_map(taken, args), tree_map(taken, kwargs))
+    # What gives back its argument, as `w.to(w.device)` and `w.contiguous()` do, gives back the parameter.
+    itself = {id(copies[id(param)]): param for param in params}
+    return tree_map(lambda one: itself.get(id(one), one), result)
 
 
 def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -385,3 +385,8 @@ def _check(params: list[nn.Parameter], trains: bool) -> None:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if trains and param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotSupported(f"a trained parameter is {param.dtype}: it can be float32, bfloat16 or float16")
+        if trains and param.requires_grad and getattr(param, "grad_dtype", param.dtype) != param.dtype:
+            raise NotSupported(
+                f"a trained parameter is {param.dtype} and its grad_dtype is {param.grad_dtype}: leave grad_dtype as it is; gradients of several backward passes "
+                "are added up in float32, unless data_types.grad_accum_dtype says otherwise"
+            )

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import inspect
 import os
 import weakref
 
@@ -54,6 +55,9 @@ read.equal("`cat`, `stack`, `hstack` of parameters", lambda s: [torch.cat([s.w.f
 read.equal("`cosine_similarity` of two blocks", lambda s: F.cosine_similarity(s.w, s.model.blocks[0].up.weight))
 read.equal("`clone`, `detach`, `data`", lambda s: [s.w.clone(), s.w.detach(), s.w.data])
 read.equal("`cpu`, `to`, `double`, `bfloat16`", lambda s: [s.w.cpu(), s.w.to(torch.float16), s.w.double(), s.w.bfloat16()])
+read.equal("`cpu`, `to`, `contiguous`, `+w` and others that give back the weight itself", lambda s: _themselves(s))
+read.equal("`contiguous` and `to`, held over a step", lambda s: [held := [s.w.contiguous(), s.root.to("cpu")], s.step(0), held][2])
+read.equal("a gradient for what `to` gives back", lambda s: torch.autograd.grad(s.loss(), [s.w.to("cpu"), s.b.float()]))
 read.equal("`numpy`", lambda s: s.w.detach().numpy().sum().item())
 read.equal("`numpy` of a parameter that requires a gradient", lambda s: s.w.numpy(), error=RuntimeError)
 read.equal("`numpy.asarray(w.detach())`", lambda s: float(numpy.asarray(s.w.detach()).max()))
@@ -92,6 +96,11 @@ read.equal("after a step", lambda s: [s.step(0, 1), s.w[0], s.root.sum()][1:])
 read.equal("between backward and step", lambda s: [s.backward(0), s.w[0].clone(), s.root.sum(), s.optimizer.step()][1:3])
 read.equal("in a block's forward, of another block", lambda s: _reads_in_forward(s))
 read.equal("`w.data` in forward", lambda s: _uses_data_in_forward(s))
+
+
+def _themselves(s):
+    given = [s.w.cpu(), s.w.to("cpu"), s.w.float(), s.w.type(torch.float32), s.w.contiguous(), +s.w, s.w.real, torch.as_tensor(s.w), F.dropout(s.w, 0.5, False)]
+    return [[one is s.w for one in (*given, *torch.atleast_2d(s.w, s.b))], given[0]._cdata == s.w._cdata, s.w.double() is s.w]
 
 
 def _reads_in_forward(s):
@@ -308,10 +317,26 @@ def _(s):
     s.step(0, 1)
 
 
+def _attributes(weight):
+    """What a weight says of itself, in words, but for addresses, hooks, and changes of what is in memory."""
+    said = {}
+    for name in set(dir(torch.Tensor)) - {"_cdata", "_version", "__weakref__", "_backward_hooks", "_post_accumulate_grad_hooks"}:
+        if inspect.isdatadescriptor(getattr(torch.Tensor, name)):
+            try:
+                value = getattr(weight, name)
+                said[name] = "a tensor" if isinstance(value, torch.Tensor) else str(value)
+            except (AttributeError, RuntimeError) as error:
+                said[name] = type(error).__name__
+    return said
+
+
 attributes = Theme("attributes", changes=False)
 
 attributes.equal("`shape`, `dtype`, `device`, `layout`", lambda s: [list(s.w.shape), str(s.w.dtype), str(s.w.device), str(s.w.layout)])
 attributes.equal("`size`, `numel`, `dim`, `ndim`, `len`", lambda s: [list(s.w.size()), s.w.numel(), s.w.dim(), s.w.ndim, len(s.w)])
+attributes.equal(
+    "all of a tensor's, between backward and step and after it", lambda s: [s.backward(0), _attributes(s.w), s.optimizer.step(), _attributes(s.root)]
+)
 attributes.equal("`stride`, `is_contiguous`, `element_size`", lambda s: [s.w.stride(), s.w.is_contiguous(), s.w.element_size(), s.w.nbytes])
 attributes.equal("`requires_grad`, `is_leaf`, `grad_fn`, `grad`", lambda s: [s.w.requires_grad, s.w.is_leaf, s.w.grad_fn, s.w.grad])
 attributes.equal(

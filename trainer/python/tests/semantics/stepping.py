@@ -775,6 +775,12 @@ def _(s):
     return [str(one.message)[:60] for one in told if "lr_scheduler" in str(one.message)]
 
 
+def _with_gradients_of(model, dtype):
+    for param in model.parameters():
+        param.grad_dtype = dtype
+    return model
+
+
 precision = Theme("precision")
 
 
@@ -883,6 +889,12 @@ precision.equal("`model.float()` changes nothing", lambda s: [s.model.float(), s
 precision.equal("`model.to('cpu')` changes nothing", lambda s: [s.model.to("cpu") is s.model, s.step()][0])
 precision.equal("`model.cpu()` after a step", lambda s: [s.step(0), s.model.cpu(), s.step(1)])
 precision.equal("`model.to(memory_format)`", lambda s: [s.model.to(memory_format=torch.contiguous_format), s.step()])
+precision.refused(
+    "`grad_dtype` of a weight before `prepare`",
+    "leave grad_dtype as it is",
+    lambda s: [setattr(s, "continues", False), s.begin(_with_gradients_of(net(), torch.bfloat16))],
+)
+precision.refused("`grad_dtype` of a weight after `prepare`", "assigning .grad_dtype", lambda s: _with_gradients_of(s.model, torch.bfloat16))
 precision.refused("`model.to(torch.bfloat16)` after `prepare`", "before offloadd.prepare", lambda s: s.model.to(torch.bfloat16))
 precision.refused("`model.half()` after `prepare`", "before offloadd.prepare", lambda s: s.model.half())
 precision.refused("`model.double()` after `prepare`", "before offloadd.prepare", lambda s: s.model.double())
