@@ -10,8 +10,9 @@ use kernels::attention::{AttentionSizes, backward_workspace_bytes, cudnn_support
 use kernels::fp8::FP8_UNIT;
 
 use super::{
-    ActivationCheckpointing, AttentionKernel, DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX, Matmuls,
-    block_is_written_out, head_is_written_out, normed_elem_bytes, queries_at_a_time,
+    ActivationCheckpointing, AttentionKernel, DEVICE_LOGITS_ELEMS_MAX, LOGITS_ELEMS_MAX,
+    LONG_DOCUMENT_TOKENS, Matmuls, block_is_written_out, head_is_written_out, normed_elem_bytes,
+    queries_at_a_time,
 };
 use crate::model::{
     Dropout, Dtype, Mlp, ModelConfig, ParamRole, UnitLayout, adjacent, unit_layouts,
@@ -239,14 +240,20 @@ pub fn device_working_bytes(
         _ => 0,
     };
     let head_dim = config.head_dim() as u64;
-    let parts_of_torch = {
+    let parts_of_torch = |tokens_in_one: u64, rows: u64| {
         let parts = if deterministic { ATTENTION_PARTS } else { 0 };
-        (parts * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES
+        (parts * tokens_in_one * head_dim + rows * query) * WIDE_BYTES
     };
+    let parts_of_sequences = parts_of_torch(seq_len as u64, tokens);
+    // Documents so short that torch computes them are many, so that few parts of each are enough. Their rows are rounded up.
+    let parts_of_documents = parts_of_torch(
+        (seq_len as u64).min(LONG_DOCUMENT_TOKENS as u64),
+        2 * tokens,
+    );
     // At the widest projection: both layouts of its gradients, its input, and a layout of its weights.
     let widest = projected.max(2 * feed_forward);
     let fp8_bytes = fp8_bytes(matmuls, tokens, hidden, widest);
-    let written_out = |kernel: AttentionKernel| {
+    let written_out = |kernel: AttentionKernel, parts_of_torch: u64| {
         // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
         // another memory layout).
         let outputs = match kernel {
@@ -278,12 +285,12 @@ pub fn device_working_bytes(
             + fp8_bytes
     };
     let graph = if tiles > 1 || !block_is_written_out(config, dropout) {
-        graph_bytes(config, dropout, work) + parts_of_torch + block * elem_bytes
+        graph_bytes(config, dropout, work) + parts_of_sequences + block * elem_bytes
     } else {
         // Short documents are computed by torch whatever was chosen.
-        written_out(attention).max(match attention {
+        written_out(attention, parts_of_sequences).max(match attention {
             AttentionKernel::Torch => 0,
-            AttentionKernel::Cudnn => written_out(AttentionKernel::Torch),
+            AttentionKernel::Cudnn => written_out(AttentionKernel::Torch, parts_of_documents),
         })
     };
     // With several micro-batches: the sums, and the largest product before it is added; twice, because a sum

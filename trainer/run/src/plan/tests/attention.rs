@@ -114,3 +114,15 @@ const MEASURED: [(usize, usize, &str, bool, f64); 5] = [
     (32768, 1, "cudnn", true, 1.266),
     (131_072, 1, "cudnn", true, 14.42),
 ];
+
+#[test]
+fn a_sequence_of_a_million_tokens_fits_an_h200_with_its_inputs_in_host_memory() {
+    let changes = [
+        ("train.seq_len", json!(1 << 20)),
+        ("train_micro_batch_size_per_gpu", json!(1)),
+    ];
+    let settings = large("cpu", "cpu", &changes);
+    let plan = Plan::new(&settings, known_h200(&settings, None)).unwrap();
+    let problems: Vec<String> = plan.problems().iter().map(ToString::to_string).collect();
+    assert!(problems.is_empty(), "{problems:?}");
+}
