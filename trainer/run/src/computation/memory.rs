@@ -70,12 +70,8 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
     let units = unit_layouts(config);
     let tokens = work.tokens();
     let elem_bytes = dtype.elem_bytes() as u64;
-    let elems = |unit: &UnitLayout| unit.elems as u64;
-    let (embedding, block, head) = (
-        elems(&units[0]),
-        elems(&units[1]),
-        elems(&units[units.len() - 1]),
-    );
+    let [embedding, block, head] =
+        [0, 1, units.len() - 1].map(|unit: usize| units[unit].elems as u64);
     let sum_bytes = if micro_batches > 1 {
         WIDE_BYTES
     } else {
@@ -220,12 +216,8 @@ pub fn device_working_bytes(
     let units = unit_layouts(config);
     let tokens = work.tokens();
     let elem_bytes = dtype.elem_bytes() as u64;
-    let elems = |unit: &UnitLayout| unit.elems as u64;
-    let (embedding, block, head) = (
-        elems(&units[0]),
-        elems(&units[1]),
-        elems(&units[units.len() - 1]),
-    );
+    let [embedding, block, head] =
+        [0, 1, units.len() - 1].map(|unit: usize| units[unit].elems as u64);
     let several = micro_batches > 1;
     let hidden = config.hidden_size as u64;
     let query = (config.heads * config.head_dim()) as u64;
@@ -239,17 +231,10 @@ pub fn device_working_bytes(
         AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
         _ => 0,
     };
-    let head_dim = config.head_dim() as u64;
-    let parts_of_torch = |tokens_in_one: u64, rows: u64| {
-        let parts = if deterministic { ATTENTION_PARTS } else { 0 };
-        (parts * tokens_in_one * head_dim + rows * query) * WIDE_BYTES
-    };
-    let parts_of_sequences = parts_of_torch(seq_len as u64, tokens);
+    let parts_of_sequences = torch_parts_bytes(config, deterministic, seq_len, tokens);
     // Documents so short that torch computes them are many, so that few parts of each are enough. Their rows are rounded up.
-    let parts_of_documents = parts_of_torch(
-        (seq_len as u64).min(LONG_DOCUMENT_TOKENS as u64),
-        2 * tokens,
-    );
+    let document = seq_len.min(LONG_DOCUMENT_TOKENS);
+    let parts_of_documents = torch_parts_bytes(config, deterministic, document, 2 * tokens);
     // At the widest projection: both layouts of its gradients, its input, and a layout of its weights.
     let widest = projected.max(2 * feed_forward);
     let fp8_bytes = fp8_bytes(matmuls, tokens, hidden, widest);
@@ -293,9 +278,13 @@ pub fn device_working_bytes(
             AttentionKernel::Cudnn => written_out(AttentionKernel::Torch, parts_of_documents),
         })
     };
-    // With several micro-batches: the sums, and the largest product before it is added; twice, because a sum
-    // is a new tensor.
-    let largest = (projected.max(2 * feed_forward) * hidden) * (elem_bytes + WIDE_BYTES);
+    // With several micro-batches: the sums, and the largest gradient, unless its product adds it.
+    let is_added = block_is_written_out(config, dropout) && matmuls == Matmuls::InDtype;
+    let largest = if is_added {
+        0
+    } else {
+        widest * hidden * elem_bytes
+    };
     let sums = if several {
         block * WIDE_BYTES + largest
     } else {
@@ -329,6 +318,13 @@ pub fn device_working_bytes(
     };
     let alive = block_bytes.max(head_bytes).max(embedding_bytes) + waiting;
     (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
+}
+
+/// Memory in which flash attention's backward of torch sums the query's gradient, for `rows` rows in sequences of `tokens` tokens.
+fn torch_parts_bytes(config: &ModelConfig, deterministic: bool, tokens: usize, rows: u64) -> u64 {
+    let head_dim = config.head_dim() as u64;
+    let parts = if deterministic { ATTENTION_PARTS } else { 0 };
+    (parts * tokens as u64 * head_dim + rows * config.heads as u64 * head_dim) * WIDE_BYTES
 }
 
 /// Memory of a GPU for factors in 8 bits, where the widest projection has the width `widest`.
