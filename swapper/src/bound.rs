@@ -316,7 +316,7 @@ pub fn staging_needed_bytes(bytes: &StepBytes, rates: &StepRates) -> f64 {
     // write.
     let beside_s = bound_s(Schedule::Deferred, bytes, &endless) - rates.backward_s;
     let written =
-        bytes.written_bytes - bytes.grad_written_bytes - beside_s * rates.write_bytes_per_s;
+        bytes.all_written_bytes() - bytes.grad_written_bytes - beside_s * rates.write_bytes_per_s;
     let read = bytes.forward_read_bytes - beside_s * rates.read_bytes_per_s;
     written.max(read).max(0.0)
 }
@@ -513,8 +513,16 @@ mod tests {
 
     #[test]
     fn less_staging_than_needed_makes_the_step_longer_and_more_does_not_make_it_shorter() {
-        for (drives, tflops) in [(1.0, 305.0), (4.0, 305.0), (4.0, 20.0), (1.0, 5.0)] {
-            let (bytes, rates) = large(drives, tflops);
+        for (drives, tflops, scratch_bytes) in [
+            (1.0, 305.0, 0.0),
+            (1.0, 305.0, 20e9),
+            (4.0, 305.0, 0.0),
+            (4.0, 20.0, 0.0),
+            (1.0, 5.0, 0.0),
+        ] {
+            let (mut bytes, rates) = large(drives, tflops);
+            bytes.scratch_written_bytes = scratch_bytes;
+            bytes.scratch_read_bytes = scratch_bytes;
             let needed = staging_needed_bytes(&bytes, &rates);
             let with = |staging_bytes| {
                 let rates = StepRates {
