@@ -58,7 +58,7 @@ const FRACTION_DIGITS_MAX: usize = 18;
 
 const SIZE: &str = "a size such as 64GiB, 5GB, 1m or 4096 (KiB, MiB, GiB, TiB, k, m, g, t: powers of 1024; KB, MB, GB, TB: powers of 1000)";
 const RATE: &str = "a rate such as 200MB/s, 6.2GB/s or 500MiB/s";
-const COUNT: &str = "a count such as 2000000, 2M, 1.5G or 7B";
+const COUNT: &str = "a count such as 2000000, 2M, 1.5G, 7B or 7e9";
 const TIME: &str = "a time such as 90s, 30min, 1.5h or 1d";
 
 /// Reads a size in bytes: `64GiB`, `5GB`, `1.5m`, `4096`.
@@ -79,7 +79,7 @@ pub fn parse_rate(text: &str) -> Result<u64, UnitError> {
     })
 }
 
-/// Reads a count: `2M`, `1.5G`, `7B`, `7`. B is a billion, as in the names of models.
+/// Reads a count: `2M`, `1.5G`, `7B`, `7e9`, `7`. B is a billion, as in the names of models.
 ///
 /// # Errors
 /// See [`UnitError`].
@@ -87,7 +87,10 @@ pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     parse(text, COUNT, |unit| match unit {
         "" => Some(1),
         "B" | "b" => Some(1_000_000_000),
-        one => power(one).map(|power| 1000_u64.pow(power)),
+        one => match one.strip_prefix(['e', 'E']) {
+            Some(exponent) if !exponent.is_empty() => 10_u64.checked_pow(exponent.parse().ok()?),
+            _ => power(one).map(|power| 1000_u64.pow(power)),
+        },
     })
 }
 
@@ -273,6 +276,8 @@ mod tests {
         assert_eq!(parse_count("2M"), Ok(2_000_000));
         assert_eq!(parse_count("1.5G"), Ok(1_500_000_000));
         assert_eq!(parse_count("7"), Ok(7));
+        assert_eq!(parse_count("6.7e9"), Ok(6_700_000_000));
+        assert_eq!(parse_count("7E+9"), Ok(7_000_000_000));
     }
 
     #[test]
@@ -308,7 +313,9 @@ mod tests {
             parse_rate("6.2G").unwrap_err().to_string(),
             "`6.2G`: unknown unit `G`; expected a rate such as 200MB/s, 6.2GB/s or 500MiB/s"
         );
-        assert!(parse_count("2MB").is_err());
+        for text in ["2MB", "7e-9", "7e", "7e20", "-7e9", "7e9B"] {
+            assert!(parse_count(text).is_err(), "{text}");
+        }
         assert!(refused("99999999999TiB").contains("more than 2^64"));
         assert!(refused("16777216.5TiB").contains("more than 2^64"));
     }

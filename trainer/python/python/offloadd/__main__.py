@@ -97,10 +97,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 def _count(text: str) -> int:
     """A number of an option, with an exponent or a unit."""
     try:
-        return int(float(text))
-    except (ValueError, OverflowError):
-        pass
-    try:
         return _offloadd.parse_count(text)
     except Error as error:
         raise argparse.ArgumentTypeError(str(error)) from None
