@@ -13,7 +13,7 @@ use training_run::dry_run::DryRun;
 use training_run::open::check_drives;
 use training_run::plan::{
     Beginning, Hardware, Overrides, PlacesTable, Plan, Question, REPORT_VERSION, Refusal,
-    RunLength, compare_places, read_model,
+    RunLength, compare_places, known_gpus, read_model,
 };
 use training_state::plan::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 use training_state::run::{RunId, resolved};
@@ -90,6 +90,10 @@ struct MachineArgs {
     /// Memory of each process's GPU, for example 139GiB; 0 for none; by default this machine's.
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     gpu_memory: Option<u64>,
+    /// Name of the GPU with --gpu-memory, for its rates and its kernels of attention; without it 150 TFLOPS and
+    /// torch's attention are assumed.
+    #[arg(long, value_name = "NAME", requires = "gpu_memory", value_parser = clap::builder::PossibleValuesParser::new(known_gpus()))]
+    gpu: Option<String>,
     /// Number of drives with the read and write rate of each, for example 2x6.2GB/s:3.2GB/s; by default what
     /// the run measured. Checkpoints are written at the rate of one of them.
     #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
@@ -130,6 +134,7 @@ impl MachineArgs {
         Overrides {
             host_memory_bytes: self.host_memory,
             gpu_memory_bytes: self.gpu_memory,
+            gpu_name: self.gpu.clone(),
             read_bytes_per_s: self.read.or(of_all(|drives| drives.read_bytes_per_s)),
             write_bytes_per_s: self.write.or(of_all(|drives| drives.write_bytes_per_s)),
             drives_count: self.drives.map(|drives| drives.count),

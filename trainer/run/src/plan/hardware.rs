@@ -45,6 +45,11 @@ const PEAK_TFLOPS: &[(&str, f64)] = &[
     ("RTX 3090", 71.0),
 ];
 
+/// GPUs whose rates a plan knows, by a part of their name.
+pub fn known_gpus() -> impl Iterator<Item = &'static str> {
+    KNOWN_GPUS.iter().map(|(part, _)| *part)
+}
+
 /// Peak rate of the GPU called `name` for dense 16-bit matrices, in 10^12 operations per second, if it is known.
 pub fn peak_tflops(name: &str) -> Option<f64> {
     let known = PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part));
@@ -160,6 +165,8 @@ pub struct Overrides {
     pub host_memory_bytes: Option<u64>,
     /// GPU memory; 0: a machine without a GPU.
     pub gpu_memory_bytes: Option<u64>,
+    /// Name of the GPU with that memory, which says its rates.
+    pub gpu_name: Option<String>,
     pub read_bytes_per_s: Option<f64>,
     pub write_bytes_per_s: Option<f64>,
     /// Number of devices in the store; by default the number of directories in the configuration.
@@ -183,7 +190,10 @@ impl Hardware {
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
-            (_, Some(memory_bytes)) => (Some(given_gpu(memory_bytes)), String::new()),
+            (_, Some(memory_bytes)) => {
+                let gpu = given_gpu(memory_bytes, overrides.gpu_name.as_deref());
+                (Some(gpu), String::new())
+            }
             (_, None) => match find_gpu(settings.local_ranks, torch) {
                 Ok(found) => (Some(found), String::new()),
                 // One vendor's library may be there for another package's sake.
@@ -293,13 +303,18 @@ pub(super) fn products_tflops(gpu: Option<&GpuHardware>, cores: f64) -> f64 {
     known.map_or(GPU_TFLOPS, |(_, tflops)| *tflops)
 }
 
-/// A GPU of which only the memory is known.
-fn given_gpu(memory_bytes: u64) -> GpuHardware {
+/// A GPU of which only the memory is known, or also its name, one of [`known_gpus`].
+fn given_gpu(memory_bytes: u64, name: Option<&str>) -> GpuHardware {
+    let no_cudnn = match name {
+        None => Some("the GPU's architecture is not known: --gpu names it".to_owned()),
+        // All known ones have NVIDIA's Hopper architecture, on which it is used.
+        Some(_) => None,
+    };
     GpuHardware {
-        name: "as given".to_owned(),
+        name: name.unwrap_or("as given").to_owned(),
         memory_bytes,
         bus_bytes_per_s: Figure::first_known(None, None, bus_bytes_per_s(None)),
-        no_cudnn: Some("the GPU's architecture is not known".to_owned()),
+        no_cudnn,
         no_fp8: None,
     }
 }

@@ -44,7 +44,9 @@ pub use checkpoints::CheckpointsPlan;
 use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name};
 pub(crate) use hardware::existing_file_bytes;
-pub use hardware::{Figure, FigureSource, GpuHardware, Hardware, Overrides, peak_tflops};
+pub use hardware::{
+    Figure, FigureSource, GpuHardware, Hardware, Overrides, known_gpus, peak_tflops,
+};
 pub use memory::{ComputeMemory, InputsIn};
 pub use muon::PlannedDirections;
 pub use operations::Operations;

@@ -126,3 +126,31 @@ fn a_sequence_of_a_million_tokens_fits_an_h200_with_its_inputs_in_host_memory() 
     let problems: Vec<String> = plan.problems().iter().map(ToString::to_string).collect();
     assert!(problems.is_empty(), "{problems:?}");
 }
+
+#[test]
+fn a_gpu_that_is_named_is_planned_with_its_rates_and_kernels() {
+    let settings = large("none", "none", &[]);
+    let of = |name: Option<&str>| {
+        let machine = Overrides {
+            tflops: None,
+            gpu_name: name.map(str::to_owned),
+            ..h200(1.0)
+        };
+        let hardware = Hardware::new(&settings, &machine, without_torch);
+        let plan = Plan::new(&settings, hardware).unwrap();
+        (
+            plan.attention,
+            plan.bound.s,
+            plan.overview(&settings).join("\n"),
+        )
+    };
+    let (kernel, seconds, lines) = of(Some("H200"));
+    let found = Plan::new(&settings, known_h200(&settings, None)).unwrap();
+    assert_eq!((kernel, seconds), (AttentionKernel::Cudnn, found.bound.s));
+    assert!(lines.contains("H200"), "{lines}");
+    let (kernel, unknown_s, lines) = of(None);
+    assert_eq!(kernel, AttentionKernel::Torch);
+    assert!(unknown_s > 2.0 * seconds);
+    assert!(lines.contains("--gpu names it"), "{lines}");
+    assert!(known_gpus().all(|name| of(Some(name)).0 == AttentionKernel::Cudnn));
+}
