@@ -377,6 +377,28 @@ def test_weights_loaded_on_the_first_rank_are_those_of_all_ranks(tmp_path):
     assert same == ["0.weight", "1.weight", "1.bias"]
 
 
+def close_after_a_write(rank, ranks, path):
+    model = gpt2()
+    run = offloadd.prepare(model, adamw(model), config("none", path), run_dir=path / "run")
+    one_step(model, run.optimizer, text(0))
+    trained = state(model)
+    if rank == 1:
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight.mul_(0.5)
+    said = ""
+    try:
+        run.close()
+    except offloadd.NotSupported as error:
+        said = str(error)
+    return said, all(torch.equal(value, trained[name]) for name, value in state(model).items())
+
+
+def test_a_write_on_one_rank_before_close_is_refused_there_and_all_have_the_committed_weights(tmp_path):
+    first, second = on_ranks(2, tmp_path / "store", close_after_a_write, tmp_path)
+    assert first == ("", True)
+    assert "transformer.h.1.mlp.c_fc.weight was changed" in second[0] and second[1]
+
+
 def other_dir(rank, ranks, path):
     model = nn.Linear(4, 4)
     offloadd.prepare(model, adamw(model), config("cpu", path), run_dir=path / f"run-{rank}")

@@ -340,3 +340,50 @@ def test_weights_in_memory_have_storages_of_their_own(tmp_path, device):
     model.share_memory()
     del run, optimizer
     assert all(param.isfinite().all() for param in model.parameters())
+
+
+class ScriptFailed(Exception):
+    """Of a script's own."""
+
+
+def end_with(run, how):
+    """Ends a run in a way a script has. Raises what the script sees."""
+    if how == "close":
+        run.close()
+    elif how == "with":
+        with run:
+            pass
+    elif how == "exit":
+        run._close_at_exit()
+    else:
+        with contextlib.suppress(ScriptFailed), run:
+            raise ScriptFailed
+
+
+@needs_daemon
+@pytest.mark.parametrize("how", ["close", "with", "exit", "failure"])
+@pytest.mark.parametrize("write", [lambda w: w.mul_(0.5), lambda w: w.data.mul_(0.5), lambda w: w.set_(torch.zeros_like(w))], ids=["w", "data", "set_"])
+def test_a_write_after_the_last_step_is_neither_in_the_commit_nor_in_the_closed_model_and_is_named(tmp_path, capfd, write, how):
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    settings = {"zero_optimization": {"stage": 2, "offload_optimizer": place}, "offloadd": {"program": config("none", tmp_path)["offloadd"]["program"]}}
+    model = net()
+    run, optimizer = prepared(model, tmp_path, settings=settings)
+    train(model, optimizer, batches(2))
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    weight = model.blocks[1].linear.weight
+    with torch.no_grad():
+        write(weight)
+    with pytest.raises(offloadd.NotSupported, match="blocks.1.linear.weight") if how in ("close", "with") else contextlib.nullcontext():
+        end_with(run, how)
+    if how in ("exit", "failure"):
+        assert "warning: " in (said := capfd.readouterr().err) and "blocks.1.linear.weight" in said
+    if how != "exit":
+        # A run that ends with the interpreter gives nothing back.
+        assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            weight.add_(1)
+        assert torch.equal(weight, trained["blocks.1.linear.weight"] + 1) and model.blocks[1].linear.weight is weight
+    resumed = net(1)
+    run, optimizer = prepared(resumed, tmp_path, settings=settings)
+    assert run.steps_done == 2 and all(torch.equal(value, trained[name]) for name, value in resumed.state_dict().items())
+    run.close()

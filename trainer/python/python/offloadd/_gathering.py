@@ -388,6 +388,20 @@ class Gathering:
             )
         self.refuse_noted(instead)
 
+    def drop_writes(self) -> Optional[NotSupported]:
+        """Lets all units come from tiles again if a script has written to parameters in memory. Returns the error of `refuse_writes_in_memory`. All ranks must
+        call it."""
+        refused = None
+        try:
+            self.refuse_writes_in_memory()
+        except NotSupported as error:
+            refused = error
+        # Ranks bring units together.
+        if any(self.ranks.any("compare written weights", bytes([refused is not None]))):
+            for unit in self.units:
+                self.take_away(unit)
+        return refused
+
     def refuse_noted(self, instead: Optional[Callable[[Unit], str]] = None) -> None:
         if self._written is None:
             return

@@ -29,7 +29,7 @@ from ._commits import Commits
 from ._config import Config, Settings, settings_of
 from ._console import bytes_text, say
 from ._engine import Engine
-from ._errors import Error, LayoutChanged
+from ._errors import Error, LayoutChanged, NotSupported
 from ._experts import Experts
 from ._fp8 import Fp8Layers
 from ._generation import Meter
@@ -419,25 +419,31 @@ class Run:
 
     def close(self, keep: Optional[bool] = None) -> None:
         """Commits the last step and ends the run in order. The model and the optimizer are plain ones again, with their values, if `keep`, or if
-        the host's memory has room for them; otherwise parameters have no values any more. A second call does nothing."""
-        self._close(None, keep)
+        the host's memory has room for them; otherwise parameters have no values any more. A second call does nothing.
+
+        A weight that a script has written after the last step is not in that commit. The run ends with what is committed, and raises `NotSupported`."""
+        refused = self._close(None, keep)
+        if refused is not None:
+            raise refused
 
     def _close_at_exit(self) -> None:
-        self._close(getattr(sys, "last_value", None), keep=False)
+        _say_refused(self._close(getattr(sys, "last_value", None), keep=False))
 
     def __del__(self) -> None:
         # The script has dropped the model.
         if not self.__dict__.get("closed", True):
-            self._close(None, keep=False)
+            _say_refused(self._close(None, keep=False))
 
-    def _close(self, failed: Optional[BaseException], keep: Optional[bool]) -> None:
-        """Ends the run, in which the script has `failed` on this rank unless it is None."""
+    def _close(self, failed: Optional[BaseException], keep: Optional[bool]) -> Optional[NotSupported]:
+        """Ends the run, in which the script has `failed` on this rank unless it is None. Returns the error of a write to a weight that is neither
+        committed nor given back, if there was one."""
         if self.closed:
-            return
+            return None
         self.closed = True
         atexit.unregister(self._at_exit)
         if os.getpid() != self._process:
-            return
+            return None
+        refused = None
         if failed is None:
             for copies in (self.engine.gathering.state_copies, self.optimizer._state_copies):
                 copies.warn_of_writes()
@@ -459,6 +465,7 @@ class Run:
                 # The others need not wait for what this one does not finish.
                 meetings.end(f"{type(failed).__name__}: {failed}")
             if not meetings.broken:
+                refused = self.engine.gathering.drop_writes()
                 self.commits.seal()
                 ranks.meet("end the run")
                 self.core.drain()
@@ -484,9 +491,19 @@ class Run:
             meetings.close()
             self._lock.close()
             disclaim(self.run_dir)
+        return refused
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        self._close(error, None)
+        if error is None:
+            self.close()
+        else:
+            _say_refused(self._close(error, None))
+
+
+def _say_refused(refused: Optional[NotSupported]) -> None:
+    """Says what nobody can be told by an error."""
+    if refused is not None:
+        say(f"warning: {refused}")

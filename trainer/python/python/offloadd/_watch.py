@@ -145,6 +145,9 @@ _watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionar
 
 _data = _Tensor.data
 
+# From torch 2.9 on.
+_grad_dtype = getattr(_Tensor, "grad_dtype", None)
+
 
 def watch(params: list[nn.Parameter], parts: Optional[list[_Tensor]] = None) -> Watch:
     """Begins to notice writes to parameters, whose bytes are those of `parts` if these are given."""
@@ -153,6 +156,8 @@ def watch(params: list[nn.Parameter], parts: Optional[list[_Tensor]] = None) -> 
         _watches[id(param)] = made
     if "data" not in nn.Parameter.__dict__:
         nn.Parameter.data = property(_get_data, _set_data)
+        if _grad_dtype is not None:
+            nn.Parameter.grad_dtype = property(_grad_dtype.__get__, _set_grad_dtype)
     return made
 
 
@@ -178,5 +183,16 @@ def _get_data(param: nn.Parameter) -> _Tensor:
 def _set_data(param: nn.Parameter, value: _Tensor) -> None:
     found = _watches.get(id(param))
     if found is not None and found._on and not isinstance(param, ReleasedParam) and value.data_ptr() != param.data_ptr():
-        raise NotSupported(f"assigning .data of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {BEFORE}")
+        raise _refused("data", param)
     _data.__set__(param, value)
+
+
+def _set_grad_dtype(param: nn.Parameter, value: Optional[torch.dtype]) -> None:
+    # A released one refuses it by itself.
+    if id(param) in _watches and not isinstance(param, ReleasedParam):
+        raise _refused("grad_dtype", param)
+    _grad_dtype.__set__(param, value)
+
+
+def _refused(name: str, param: nn.Parameter) -> NotSupported:
+    return NotSupported(f"assigning .{name} of a parameter of shape {tuple(param.shape)}, whose values are in tiles: {BEFORE}")

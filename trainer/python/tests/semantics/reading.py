@@ -166,6 +166,9 @@ def _untold(s, read):
         return read(s.w, s.b)
 
 
+# Where weights stay in memory, of what was written there.
+BEFORE = "before offloadd.prepare"
+
 unseen = Theme("read below PyTorch's dispatch", changes=False, none=EQUAL)
 
 unseen.refused("`from torch import tensor` before `prepare`", RELEASED, lambda s: tensor_of_before(s.w), error=RuntimeError)
@@ -180,7 +183,13 @@ unseen.equal("`torch.nested.nested_tensor`", lambda s: torch.nested.nested_tenso
 unseen.refused("without `__torch_function__`", RELEASED, lambda s: _untold(s, lambda w, b: w.sum()), error=RuntimeError)
 unseen.refused("without `__torch_function__`, by numpy", RELEASED, lambda s: _untold(s, lambda w, b: w.detach().numpy()), error=RuntimeError)
 unseen.refused("without `__torch_function__`, its address", RELEASED, lambda s: _untold(s, lambda w, b: w.data_ptr() > 0), error=RuntimeError)
-unseen.refused("without `__torch_function__`, in place", RELEASED, lambda s: _untold(s, lambda w, b: b.detach().add_(1)), error=RuntimeError)
+unseen.refused(
+    "without `__torch_function__`, in place",
+    RELEASED,
+    lambda s: [_untold(s, lambda w, b: b.detach().add_(1)), s.step()],
+    error=RuntimeError,
+    none=BEFORE,
+)
 unseen.refused("`torch.Tensor._make_subclass`", RELEASED, lambda s: torch.Tensor._make_subclass(torch.Tensor, s.w).sum(), error=RuntimeError)
 unseen.refused("a view that forward keeps, after it", RELEASED, lambda s: _kept(s, lambda w: w[0]), error=RuntimeError)
 unseen.refused("`w.data` that forward keeps, after it", RELEASED, lambda s: _kept(s, lambda w: w.data), error=RuntimeError)
@@ -191,7 +200,13 @@ unseen.refused(
     error=RuntimeError,
 )
 unseen.refused("what forward keeps, after a step", RELEASED, lambda s: _kept(s, lambda w: w[0], steps=True), error=RuntimeError)
-unseen.refused("what forward keeps, written after it", RELEASED, lambda s: _kept(s, lambda w: w.data, lambda one: one.mul_(2)), error=RuntimeError)
+unseen.refused(
+    "what forward keeps, written after it",
+    RELEASED,
+    lambda s: [_kept(s, lambda w: w.data, lambda one: one.mul_(2)), s.step()],
+    error=RuntimeError,
+    none=BEFORE,
+)
 unseen.equal("`is_shared` of a view that forward keeps", lambda s: _kept(s, lambda w: w[0], torch.Tensor.is_shared))
 unseen.equal("a copy that forward keeps, after it", lambda s: _kept(s, lambda w: w[0].clone()))
 unseen.refused("what autograd has saved of a weight", RELEASED, lambda s: _saved_by_autograd(s), error=RuntimeError)

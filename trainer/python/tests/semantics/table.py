@@ -227,9 +227,11 @@ class Script:
             optimizer.zero_grad()
             self.note(["the step after", loss, self.weights(model)])
 
-    def end(self):
+    def end(self, refused=False):
+        """Ends the runs. Of a script that was `refused`, what it has written may be refused again."""
         for run in self.runs:
-            run.close()
+            with contextlib.suppress(*[offloadd.NotSupported] * refused):
+                run.close()
 
 
 def frozen(value):
@@ -380,7 +382,7 @@ def outcome(line, device, continues=True):
         try:
             if continues:
                 script.finish()
-            script.end()
+            script.end(refused=error is not None and not script.continues)
         except (Exception, KeyboardInterrupt) as one:
             at_end = Raised(one)
         return Outcome(script.notes, noted, error, at_end)

@@ -130,6 +130,18 @@ _write_and("a write, and `load_state_dict` of another weight", lambda s: s.model
 _write_and("a write, and `load_state_dict` of all weights", lambda s: s.model.load_state_dict(net(3).state_dict()), none=EQUAL)
 _write_and("a write, and `load_state_dict` of the optimizer", lambda s: s.optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict())))
 _write_and("a write, and another weight written in `GatheredParameters`", _gather_bias)
+_write_and("a write, and `close`", lambda s: s.run and s.run.close(), devices=EVERYWHERE)
+
+
+def _write_at_end(s, write):
+    """Writes to a weight after the last step of a run."""
+    s.step(0)
+    with s.run or contextlib.nullcontext(), torch.no_grad():
+        write(s.w)
+
+
+written.refused("a write at the end of `with run`", BEFORE, lambda s: _write_at_end(s, lambda w: w.data.mul_(0.5)))
+written.refused("`w.set_` at the end of `with run`", BEFORE, lambda s: _write_at_end(s, lambda w: w.set_(torch.full_like(w, 0.1))), none=MOVED)
 
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
