@@ -1,8 +1,9 @@
 //! Sums a unit's gradients until they are written to one flat buffer.
 //!
 //! The first contribution to a parameter is kept unchanged. Further ones are summed in fp32 in order of
-//! arrival, matrix products without being rounded before, and the sum is rounded once at the end. So one
-//! micro-batch needs no fp32 buffer, and the sum of several keeps what 16 bits cannot represent.
+//! arrival, and the sum is rounded once at the end. So one micro-batch needs no fp32 buffer, and the sum of
+//! several keeps what 16 bits cannot represent. A further matrix product adds itself to the sum without being
+//! rounded before, unless its parameters are not adjacent.
 
 use std::ops::Range;
 
