@@ -465,9 +465,9 @@ class Run:
                 # The others need not wait for what this one does not finish.
                 meetings.end(f"{type(failed).__name__}: {failed}")
             if not meetings.broken:
-                refused = self.engine.gathering.drop_writes()
                 self.commits.seal()
                 ranks.meet("end the run")
+                refused = self.engine.gathering.drop_writes()
                 self.core.drain()
                 if (failed is None or ranks.count == 1) and has_room(self.commits, self.moments, keep):
                     return_values(self.commits, self.moments)
